@@ -1,0 +1,47 @@
+"""The PyTorch distributed RPC framework on MPI: start with ``mpirun``, ``import mpirpc as rpc``, go on."""
+
+from mpirpc import autograd, backend_registry, errors, functions, nn, optim
+from mpirpc._core.agent import WorkerInfo
+from mpirpc._core.future import Future
+from mpirpc.api import (
+    debug_info,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from mpirpc.backend_registry import BackendType
+from mpirpc.errors import RemoteError, RpcError, RpcTimeoutError
+from mpirpc.options import MPIRpcBackendOptions, RpcBackendOptions
+from mpirpc.rref import RRef
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendType",
+    "Future",
+    "MPIRpcBackendOptions",
+    "RRef",
+    "RemoteError",
+    "RpcBackendOptions",
+    "RpcError",
+    "RpcTimeoutError",
+    "WorkerInfo",
+    "autograd",
+    "backend_registry",
+    "debug_info",
+    "errors",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "nn",
+    "optim",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

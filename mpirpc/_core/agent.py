@@ -1,0 +1,346 @@
+"""Requests and responses: ids, pending requests, deadlines, dispatch of messages by kind.
+
+Nothing here knows what a call is. Upper layers register a handler per kind of message and turn responses into
+results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mpirpc._core import wire
+from mpirpc._core.devices import DeviceMap
+from mpirpc._core.executor import Executor
+from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Message
+from mpirpc._core.progress import ProgressEngine, Waiter
+from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
+from mpirpc._core.transport import Arrival, Transport
+from mpirpc._core.wire import Incoming
+from mpirpc.errors import (
+    NotInitializedError,
+    RemoteProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from mpirpc.options import MPIRpcBackendOptions
+
+log = logging.getLogger("mpirpc.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker's name and id; the id is its rank in the group."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+    def __str__(self) -> str:
+        return f"{self.name!r} (rank {self.id})"
+
+
+class Pending(Waiter):
+    """A request that waits for its response.
+
+    Attributes:
+        incoming: The response; set before ``done``.
+        error: What ended the request without a response; set before ``done``.
+        what: The function called; for messages.
+        on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
+    """
+
+    __slots__ = ("deadline", "dest", "error", "incoming", "on_done", "request_id", "timeout", "what")
+
+    def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
+        super().__init__()
+        self.request_id = request_id
+        self.dest = dest
+        self.timeout = timeout
+        self.deadline = deadline_after(timeout)
+        self.what = what
+        self.incoming: Incoming | None = None
+        self.error: BaseException | None = None
+        self.on_done: Callable[[Pending], None] | None = None
+
+
+class _BelowLimit(Waiter):
+    """Done when few enough bytes are on their way to a worker."""
+
+    __slots__ = ("_dest", "_limit", "_transport")
+
+    def __init__(self, transport: Transport, dest: int, limit: int) -> None:
+        self._transport, self._dest, self._limit = transport, dest, limit
+        super().__init__()
+
+    @property
+    def done(self) -> bool:
+        return self._transport.unfinished_nbytes(self._dest) <= self._limit
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        return
+
+
+Handler = Callable[[int, Incoming], None]
+"""Gets the sender's rank and the message. Never blocks; leaves user code to the executor."""
+
+
+class Agent:
+    """Sends requests, keeps those that wait, and gives each message that arrives to its handler.
+
+    Args:
+        transport: The group's network.
+        workers: All workers of the group; the place is the rank.
+        options: Settings.
+        prepare_thread: Called first on each executor thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        workers: Sequence[WorkerInfo],
+        options: MPIRpcBackendOptions,
+        prepare_thread: Callable[[], None],
+    ) -> None:
+        self.rank = transport.rank
+        self.workers = list(workers)
+        self.options = options
+        self.engine = ProgressEngine(transport, self._on_arrival, options.spin_time, options.idle_sleep)
+        self.engine.on_alarm = self._expire
+        self.engine.on_failure = self._fail_all
+        name = f"mpirpc-{workers[self.rank].name}"
+        self.executor = Executor(self.engine, options.num_worker_threads, name, prepare_thread)
+        self.handlers: dict[type, Handler] = {}
+        self.num_requests = 0
+        self._by_name = {worker.name: worker for worker in workers}
+        self._ids = itertools.count(1)
+        # request_id -> request: request() adds; the response, the deadline or the end of the group removes
+        self._pending: dict[int, Pending] = {}
+        self._late: Callable[[int, Incoming], None] = lambda source, incoming: None
+        # request_id -> what to do should its response still come; when_late() adds, the response removes
+        self._overdue: dict[int, Callable[[], None]] = {}
+        self._device_maps: dict[int, DeviceMap] = {
+            self._by_name[name].id: device_map
+            for name, device_map in options.device_maps.items()
+            if name in self._by_name
+        }
+        self._closed_because = ""
+
+    # --- workers ---
+
+    @property
+    def me(self) -> WorkerInfo:
+        """This worker."""
+        return self.workers[self.rank]
+
+    def find_worker(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """Return the worker that a name, a rank or a WorkerInfo means.
+
+        Raises:
+            UnknownWorkerError: There is none.
+        """
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+            if found is not None:
+                return found
+        elif isinstance(to, WorkerInfo):
+            if self._by_name.get(to.name) == to:
+                return to
+        elif isinstance(to, int) and not isinstance(to, bool) and 0 <= to < len(self.workers):
+            return self.workers[to]
+        names = ", ".join(str(worker) for worker in self.workers[:16])
+        more = f" and {len(self.workers) - 16} more" if len(self.workers) > 16 else ""
+        raise UnknownWorkerError(f"{self.me} called unknown worker {to!r}; known workers: {names}{more}")
+
+    def describe(self, rank: int) -> str:
+        """Return ``'name' (rank r)``."""
+        return str(self.workers[rank])
+
+    # --- sending ---
+
+    def next_id(self) -> int:
+        """Return a number not used before in this generation."""
+        return next(self._ids)
+
+    def send(
+        self,
+        dest: int,
+        message: Message,
+        body: Body | None = None,
+        on_failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Send a message that waits for no response. Thread: any. Progress: never blocks.
+
+        Raises:
+            SerializationError: A tensor of the body is on a device that has no place at ``dest``.
+        """
+        outgoing = wire.encode(message, body, self.options.eager_limit, self._device_maps.get(dest))
+        outgoing.on_failed = on_failed
+        self.engine.submit(dest, outgoing)
+
+    def request(self, message: Message, body: Body | None, pending: Pending) -> None:
+        """Send a message whose response, error or timeout ends ``pending``.
+
+        Thread: any.   Progress: blocks while too many bytes are on their way to the callee.
+
+        Raises:
+            NotInitializedError: The group is being shut down.
+            SerializationError: A tensor of the body is on a device that has no place at the callee.
+        """
+        if self._closed_because:
+            raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
+        outgoing = wire.encode(message, body, self.options.eager_limit, self._device_maps.get(pending.dest))
+        if self.engine.transport.unfinished_nbytes(pending.dest) > self.options.max_unfinished_nbytes:
+            limit = _BelowLimit(self.engine.transport, pending.dest, self.options.max_unfinished_nbytes)
+            self.wait(limit, pending.deadline)
+        outgoing.on_failed = lambda error: self._end(pending, error)
+        self.num_requests += 1
+        self._pending[pending.request_id] = pending
+        if pending.deadline < self.engine.alarm_at:
+            self.engine.alarm_at = pending.deadline
+        self.engine.submit(pending.dest, outgoing)
+
+    def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
+        """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""
+        if not self.executor.owns_this_thread():
+            return self.engine.wait(goal, deadline)
+        self.executor.begin_wait()
+        try:
+            return self.engine.wait(goal, deadline)
+        finally:
+            self.executor.end_wait()
+
+    def wait_response(self, pending: Pending) -> None:
+        """Wait until ``pending`` is over; on return its ``incoming`` or its ``error`` is set.
+
+        If the wait is broken off (Ctrl-C), the request is forgotten: a late response is dropped.
+        """
+        try:
+            if not self.wait(pending, pending.deadline):
+                self._end(pending, self._timeout(pending))
+                pending.done or self.wait(pending)
+        except BaseException:
+            self._pending.pop(pending.request_id, None)
+            raise
+
+    # --- receiving ---
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        """Handle one message: thread that polled, no lock held."""
+        source = arrival.source
+        try:
+            incoming = wire.decode(arrival.head, arrival.frames)
+            message = incoming.message
+            kind = type(message)
+            if kind is CallResponse or kind is ErrorResponse:
+                self._on_response(source, message.request_id, incoming)  # type: ignore[union-attr]
+            else:
+                self.handlers[kind](source, incoming)
+        except RpcError as error:
+            log.error("a message was refused: source=%s error=%s", self.describe(source), error)
+
+    def _on_response(self, source: int, request_id: int, incoming: Incoming) -> None:
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            log.debug("late response dropped: source=%d request=%d", source, request_id)
+            self._late(source, incoming)
+            overdue = self._overdue.pop(request_id, None)
+            if overdue is not None:
+                overdue()
+            return
+        if pending.dest != source:
+            self._pending[request_id] = pending
+            raise RemoteProtocolError(
+                f"{self.describe(source)} answered request {request_id}, "
+                f"which went to {self.describe(pending.dest)}"
+            )
+        pending.incoming = incoming
+        self._over(pending)
+
+    def on_late_response(self, handler: Callable[[int, Incoming], None]) -> None:
+        """Set what releases the contents of a response that nobody waits for any more."""
+        self._late = handler
+
+    def when_late(self, request_id: int, action: Callable[[], None]) -> None:
+        """Run ``action`` if the response to a request that has ended without one still comes."""
+        self._overdue[request_id] = action
+
+    def _end(self, pending: Pending, error: BaseException) -> None:
+        """End a request without a response, unless it is over already."""
+        if self._pending.pop(pending.request_id, None) is not None:
+            pending.error = error
+            self._over(pending)
+
+    @staticmethod
+    def _over(pending: Pending) -> None:
+        if pending.on_done is not None:
+            pending.on_done(pending)
+        else:
+            pending.set()
+
+    # --- deadlines and the end ---
+
+    def _timeout(self, pending: Pending) -> RpcTimeoutError:
+        others = sum(other.dest == pending.dest for other in list(self._pending.values())) - 1
+        also = f"; {others} more requests to it are pending" if others > 0 else ""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({pending.timeout:g} s): no response from "
+            f"{self.describe(pending.dest)} to request {pending.request_id} ({name_of(pending.what)}){also}",
+            "raise timeout=, or look at the callee: the call may still be running there",
+            worker=self.describe(pending.dest),
+            timeout=pending.timeout,
+        )
+
+    def _expire(self, now: float) -> float:
+        """End requests whose deadline has passed; return the next deadline."""
+        soonest = UNLIMITED
+        for pending in list(self._pending.values()):
+            if pending.deadline <= now:
+                self._end(pending, self._timeout(pending))
+            elif pending.deadline < soonest:
+                soonest = pending.deadline
+        return soonest
+
+    def _fail_all(self, error: RpcError) -> None:
+        for pending in list(self._pending.values()):
+            self._end(pending, error)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait for their response."""
+        return len(self._pending)
+
+    @property
+    def is_closed(self) -> bool:
+        """Say whether the group has ended here."""
+        return bool(self._closed_because)
+
+    def is_quiet(self) -> bool:
+        """Say whether nothing is pending, running or queued here."""
+        engine = self.engine
+        return not (self._pending or self.executor.num_running or engine.works or engine.chores)
+
+    def stop(self, why: str, graceful: bool) -> None:
+        """End: refuse new requests, fail those pending, stop the threads, close the transport."""
+        self._closed_because = why
+        self._fail_all(NotInitializedError(f"the call was pending when {why}"))
+        self.executor.stop()
+        self.engine.close(graceful)
+
+
+def name_of(func: object) -> str:
+    """Return the name of a function for messages: ``module.qualname`` where it has one."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "name", None) or type(func).__qualname__
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until ``deadline``, not below 0."""
+    return max(0.0, deadline - monotonic())

@@ -1,0 +1,60 @@
+"""Which runtime a thread works for: the only state of the module kind in mpirpc.
+
+A process normally has one runtime. Executor threads belong to theirs, whatever the process's is, so that
+several can live in one process (tests do that). Typed loosely, as the class ``Runtime`` lies layers above.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from mpirpc.errors import NotInitializedError
+
+_thread = threading.local()
+_process: Any = None
+_why_none = "call mpirpc.init_rpc on every rank first"
+
+
+def get_current() -> Any:
+    """Return the runtime of this thread.
+
+    Raises:
+        NotInitializedError: There is none.
+    """
+    runtime = getattr(_thread, "runtime", None) or _process
+    if runtime is None:
+        raise NotInitializedError(
+            "mpirpc is not running in this process: RPC has not been initialized", _why_none
+        )
+    return runtime
+
+
+def get_current_or_none() -> Any:
+    """Return the runtime of this thread, or None."""
+    return getattr(_thread, "runtime", None) or _process
+
+
+def set_process_runtime(runtime: Any, why_none: str = "") -> None:
+    """Make ``runtime`` (or none, with the hint for those who ask) that of the process."""
+    global _process, _why_none
+    _process = runtime
+    if why_none:
+        _why_none = why_none
+
+
+def set_thread_runtime(runtime: Any) -> Any:
+    """Make ``runtime`` (or none) that of the calling thread; return the one before."""
+    before = getattr(_thread, "runtime", None)
+    _thread.runtime = runtime
+    return before
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has its parent's memory and none of its threads, and MPI is not its to use."""
+    set_process_runtime(None, "this process was forked from an RPC worker: MPI cannot be used in it")
+    set_thread_runtime(None)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

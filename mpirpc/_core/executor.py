@@ -1,0 +1,267 @@
+"""The threads of a worker: they lead the progress engine while nobody waits, and run calls.
+
+All executor threads are alike. At any time at most one of them leads, one (the *deputy*) is at hand to take
+over, and the others run works or are spare. A thread that receives a call gives the lead up and runs the call
+itself: no switch of threads. If that takes longer than :data:`PATIENCE`, the deputy takes the lead and the
+    next call. A
+deputy that finds the same leader at rest for a while parks until it is needed ("cold"), so that an idle
+worker has one thread that wakes up.
+
+A thread that waits inside a call (for another call, say) does not count against ``num_threads``: nested calls
+of any depth cannot use the pool up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from mpirpc._core.progress import ProgressEngine, Waiter
+from mpirpc._core.timing import UNLIMITED
+
+log = logging.getLogger("mpirpc.executor")
+
+PATIENCE = 5e-4
+"""Seconds between two looks of the deputy."""
+
+COLD_AFTER = 40
+"""Looks without any change after which the deputy parks."""
+
+SPARE_LIFE = 10.0
+"""Seconds after which a spare thread ends."""
+
+Work = Callable[[], None]
+
+
+class _Retired(Exception):
+    """A spare thread was not needed for long and ends."""
+
+
+class _ThreadGoal(Waiter):
+    """What an executor thread that leads waits for: a work it may run, or the end."""
+
+    __slots__ = ("_executor",)
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        super().__init__()
+
+    @property
+    def done(self) -> bool:
+        return self._executor.has_task()
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        return
+
+
+class Executor:
+    """A pool of threads that serves one progress engine.
+
+    Args:
+        engine: Its ``works`` are run here; its ``on_vacant`` and ``on_works`` are set here.
+        num_threads: How many works may run at one time, those that wait not counted.
+        name: For the threads' names.
+        prepare: Called first on every new thread.
+    """
+
+    def __init__(self, engine: ProgressEngine, num_threads: int, name: str, prepare: Work) -> None:
+        self._engine = engine
+        self._num_threads = num_threads
+        self._name = name
+        self._prepare = prepare
+        self._lock = threading.Lock()  # around the five below
+        self._threads: dict[int, threading.Thread] = {}  # by ident: all that live
+        self._spare: list[_ThreadGoal] = []  # parked without a task
+        self._deputy: _ThreadGoal | None = None
+        self._num_running = 0  # works being run and not waiting
+        self._num_made = 0
+        self._deputy_is_cold = False
+        self._num_started = 0  # works begun so far
+        self._stopping = False
+        engine.on_vacant = self._on_vacant
+        engine.on_works = self._wake_one
+
+    @property
+    def num_running(self) -> int:
+        """Works being run now, those that wait not counted."""
+        return self._num_running
+
+    @property
+    def num_threads_alive(self) -> int:
+        """Threads of the pool now."""
+        return len(self._threads)
+
+    def start(self) -> None:
+        """Start the first thread."""
+        self._add_thread(may_lead=True)
+
+    def submit(self, work: Work) -> None:
+        """Run ``work`` on an executor thread, soon. Thread: any."""
+        self._engine.works.append(work)
+        self._wake_one()
+
+    def has_task(self) -> bool:
+        """Say whether a leading executor thread must stop: there is a work it may run, or the end came."""
+        return self._stopping or (bool(self._engine.works) and self._num_running < self._num_threads)
+
+    def owns_this_thread(self) -> bool:
+        """Say whether the calling thread is an executor thread."""
+        return threading.get_ident() in self._threads
+
+    def stop(self) -> None:
+        """End all threads. Works that have not begun are dropped.
+
+        Thread: any but an executor thread. A work that does not end keeps its (daemon) thread, and this call
+            a second.
+        """
+        self._stopping = True
+        with self._lock:
+            threads = list(self._threads.values())
+            goals = [*self._spare, *([self._deputy] if self._deputy else [])]
+        for goal in goals:
+            goal.unpark()
+        self._engine.wake()
+        for thread in threads:
+            thread.join(timeout=1.0)
+            if thread.is_alive():
+                log.warning("a call is still running at shutdown: thread=%s", thread.name)
+        # no handler of a dead pool stays behind in the engine
+        self._engine.on_vacant = self._engine.on_works = lambda: None
+
+    # --- waiting inside a work ---
+
+    def begin_wait(self) -> None:
+        """Note that this executor thread waits: another work may run in its place."""
+        with self._lock:
+            self._num_running -= 1
+        if self._engine.works:
+            self._wake_one()
+
+    def end_wait(self) -> None:
+        """Note that this executor thread runs on."""
+        with self._lock:
+            self._num_running += 1
+
+    # --- threads ---
+
+    def _add_thread(self, may_lead: bool) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            self._num_made += 1
+            name = f"{self._name}-{self._num_made}"
+            thread = threading.Thread(target=self._run, args=(may_lead,), name=name, daemon=True)
+            thread.start()
+            self._threads[thread.ident or 0] = thread
+
+    def _run(self, may_lead: bool) -> None:
+        """Be an executor thread. ``may_lead``: take the lead at once if it is free, do not stand by first."""
+        self._prepare()
+        goal = _ThreadGoal(self)
+        try:
+            while not self._stopping:
+                work = self._take_work()
+                if work is not None:
+                    self._run_work(work)
+                    del work  # an idle thread keeps nothing of the user's alive
+                    may_lead = True
+                elif may_lead and self._engine.try_lead():
+                    self._engine.lead(goal, UNLIMITED, takes_works=True)
+                else:
+                    may_lead = self._stand_by(goal)
+        except _Retired:
+            return
+        finally:
+            with self._lock:
+                self._threads.pop(threading.get_ident(), None)
+
+    def _take_work(self) -> Work | None:
+        with self._lock:
+            if not self._engine.works or self._num_running >= self._num_threads:
+                return None
+            self._num_running += 1
+            self._num_started += 1
+            return self._engine.works.popleft()
+
+    def _run_work(self, work: Work) -> None:
+        if self._deputy is None or self._deputy_is_cold:
+            self._call_deputy()
+        try:
+            work()
+        except BaseException:
+            log.exception("a work of the library failed; this is a bug in mpirpc")
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+    # --- standing by ---
+
+    def _stand_by(self, goal: _ThreadGoal) -> bool:
+        """Be the deputy until there is something to do, or a spare thread; say whether to take the lead.
+
+        Raises:
+            _Retired: This spare thread was not needed for long.
+        """
+        with self._lock:
+            is_deputy = self._deputy is None
+            if is_deputy:
+                self._deputy = goal
+            else:
+                self._spare.append(goal)
+        if is_deputy:
+            self._watch(goal)
+            return True
+        if not goal.park(SPARE_LIFE):
+            with self._lock:
+                if goal in self._spare:
+                    self._spare.remove(goal)
+                    raise _Retired
+        return False
+
+    def _watch(self, goal: _ThreadGoal) -> None:
+        """Look now and then whether the lead is free or a work waits; then stop being the deputy.
+
+        A lead that is free but was taken since the last look belongs to a thread that waits again and again:
+            leave it alone.
+        """
+        engine, unchanged, seen = self._engine, 0, (-1, -1)
+        while not goal.done:
+            now = (engine.num_leads, self._num_started)
+            unchanged = unchanged + 1 if now == seen else 0
+            seen = now
+            if unchanged and not engine.is_led():
+                break
+            if unchanged < COLD_AFTER:
+                goal.park(PATIENCE)
+                continue
+            self._deputy_is_cold = True
+            if engine.is_led() and not goal.done:  # who gives the lead up from now on sees that we are cold
+                goal.park(SPARE_LIFE)
+            self._deputy_is_cold = False
+            unchanged = 0
+        with self._lock:
+            self._deputy = None
+
+    def _call_deputy(self) -> None:
+        """See to it that a deputy is awake while this thread runs a work."""
+        with self._lock:
+            waiting = self._deputy or (self._spare.pop() if self._spare else None)
+        if waiting is not None:
+            waiting.unpark()
+        else:
+            self._add_thread(may_lead=False)
+
+    def _on_vacant(self) -> None:
+        """Nobody has the lead: wake the deputy, if it does not look by itself."""
+        if self._deputy_is_cold:
+            deputy = self._deputy
+            if deputy is not None:
+                deputy.unpark()
+
+    def _wake_one(self) -> None:
+        """A work waits and this thread will not run it."""
+        if self._num_running < self._num_threads:
+            self._engine.wake()
+            self._call_deputy()

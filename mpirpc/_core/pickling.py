@@ -1,0 +1,332 @@
+"""Python object <-> payload + tensors + RRef forks.
+
+Dense tensors and RRefs are lifted out of the pickle: the payload holds only their number, the message carries
+    them beside
+it (``Body.tensors``, ``Body.forks``). Everything else is pickled by the standard library, or by
+``cloudpickle`` where that is installed and the standard library cannot (lambdas, closures).
+
+Most calls are simple: a function known by name, with numbers, texts, tensors and RRefs as arguments. These
+    are *flat*: written
+by ``marshal``, a tenth of a pickle's cost. A flat payload begins with ``(``, a pickled one with ``0x80``.
+
+Rules for this file: one pickler object per message, no state between messages, no lock held while user code
+(``__reduce__``, ``__setstate__``) runs. What an RRef is comes from above: a :class:`RRefHook`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import marshal
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpirpc._core.messages import Body, ForkDescriptor
+from mpirpc._core.wire import has_dtype
+from mpirpc.errors import SerializationError
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
+
+PROTOCOL = 5
+
+_FLAT = ord("(")
+
+
+@dataclass(frozen=True, slots=True)
+class RRefHook:
+    """How RRefs get into and out of messages.
+
+    Attributes:
+        rref_type: The class of RRef handles.
+        fork: Makes a fork of a handle for the worker the message goes to.
+        cancel: Takes a fork back: its message is never sent.
+    """
+
+    rref_type: type
+    fork: Callable[[Any], ForkDescriptor]
+    cancel: Callable[[ForkDescriptor], None]
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""Function, arguments, keyword arguments."""
+
+
+def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
+    """Prepare a call for another worker; see :func:`dumps`."""
+    func, args, kwargs = call
+    if not kwargs:
+        name = _name_of(func)
+        if name is not None:
+            body = _flatten(name, args, hook)
+            if body is not None:
+                return body
+    return dumps(call, hook)
+
+
+def dumps_result(result: object, hook: RRefHook | None = None) -> Body:
+    """Prepare a result for another worker; see :func:`dumps`."""
+    return _flatten(None, (result,), hook) or dumps(result, hook)
+
+
+def dumps(obj: object, hook: RRefHook | None = None) -> Body:
+    """Pickle ``obj`` for another worker.
+
+    Raises:
+        SerializationError: Something in it cannot be pickled. Forks made on the way are cancelled.
+
+    Thread: any; runs user code.   Copies: none of tensor data.
+    """
+    try:
+        return _dump(_Pickler, obj, hook)
+    except Exception as error:
+        if cloudpickle is not None and isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+            return _dump_by_value(obj, hook, error)
+        raise _cannot_pickle(obj, error) from error
+
+
+# --- flat payloads ---
+
+_SIMPLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Types, exact, that marshal keeps as they are."""
+
+_Name = tuple[str, str]
+"""Module and name of a function there; an empty module means a method of the first argument's value."""
+
+_names: dict[Any, _Name] = {}
+"""Functions that can be found by name, as it was found out; they live as long as their modules."""
+
+
+class OnValue:
+    """Stands where a call's function would: run a method of the RRef's value that is the first argument."""
+
+    __slots__ = ("__qualname__", "method")
+
+    def __init__(self, method: str) -> None:
+        self.__qualname__ = self.method = method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnValue, (self.method,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Only marks a call; never run."""
+        raise SerializationError(f"method {self.method} of an RRef's value was called without its value")
+
+
+def _name_of(func: Any) -> _Name | None:
+    """Return where a function can be found by name: at the top of a module, or among torch's operators."""
+    try:
+        known = _names.get(func)
+    except TypeError:  # not hashable
+        return None
+    if known is None:
+        if type(func) is OnValue:
+            return "", func.method
+        name = getattr(func, "__name__", None)
+        module = getattr(func, "__module__", None) or "torch"
+        if name is None or getattr(sys.modules.get(module), name, None) is not func:
+            return None
+        known = _names[func] = (module, name)
+    return known
+
+
+def _find(name: _Name) -> Any:
+    module, func = name
+    if not module:
+        return OnValue(func)
+    try:
+        return getattr(sys.modules[module], func)
+    except KeyError:
+        return getattr(importlib.import_module(module), func)
+
+
+def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -> Body | None:
+    """Write a simple call, or a simple result (no name); None if it is not simple."""
+    body = Body()
+    plain: list[Any] = []
+    lifted: list[int] = []  # places of tensors
+    rrefs: list[int] = []  # places of RRefs
+    for place, value in enumerate(args):
+        kind = type(value)
+        if kind in _SIMPLE:
+            plain.append(value)
+        elif kind is torch.Tensor and _travels_raw(value):
+            plain.append(_place_of(value, body.tensors))
+            lifted.append(place)
+        elif hook is not None and kind is hook.rref_type:
+            plain.append(0)
+            rrefs.append(place)
+        else:
+            return None
+    # forks last: nothing can fail after them
+    for place in rrefs:
+        assert hook is not None
+        plain[place] = len(body.forks)
+        body.forks.append(hook.fork(args[place]))
+    body.payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
+    return body
+
+
+def _place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
+    """Return the place of a tensor in the message, adding it if it is not there yet."""
+    for place, other in enumerate(tensors):
+        if other is tensor:
+            return place
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def _load_flat(payload: memoryview | bytes, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]) -> Any:
+    name, plain, lifted, forked = marshal.loads(payload)
+    if lifted or forked:
+        plain = list(plain)
+        for place in lifted:
+            plain[place] = tensors[plain[place]]
+        for place in forked:
+            plain[place] = rrefs[plain[place]]
+    return plain[0] if name is None else (_find(name), tuple(plain), {})
+
+
+# --- pickled payloads ---
+
+
+def _dump_by_value(obj: object, hook: RRefHook | None, first: Exception) -> Body:
+    """Try again with cloudpickle; report the first error if that fails too."""
+    try:
+        return _dump(_CloudPickler, obj, hook)
+    except Exception:
+        raise _cannot_pickle(obj, first) from first
+
+
+def _dump(kind: type[Any], obj: object, hook: RRefHook | None) -> Body:
+    buffer = io.BytesIO()
+    pickler = kind(buffer, hook)
+    try:
+        pickler.dump(obj)
+    except BaseException:
+        if hook is not None:
+            for fork in pickler.body.forks:
+                hook.cancel(fork)
+        raise
+    body: Body = pickler.body
+    body.payload = buffer.getvalue()
+    return body
+
+
+def _cannot_pickle(obj: object, error: Exception) -> SerializationError:
+    hint = ""
+    if (cloudpickle is None and "local object" in str(error)) or "lambda" in str(error):
+        hint = "functions travel by name: move it to module level, or install cloudpickle on every worker"
+    return SerializationError(f"cannot send {_short(obj)}: {type(error).__name__}: {error}", hint)
+
+
+def _short(obj: object) -> str:
+    try:
+        text = repr(obj)
+    except Exception:
+        text = f"an object of type {type(obj).__name__}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def loads(payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any] = ()) -> Any:
+    """Rebuild what :func:`dumps`, :func:`dumps_call` or :func:`dumps_result` made.
+
+    Args:
+        payload: ``Body.payload``.
+        tensors: ``Body.tensors`` as they arrived.
+        rrefs: One handle for each of ``Body.forks``.
+
+    Raises:
+        SerializationError: Something cannot be rebuilt here; the cause says what.
+
+    Thread: any; runs user code.
+    """
+    try:
+        if payload[0] == _FLAT:
+            return _load_flat(payload, tensors, rrefs)
+        return _Unpickler(payload, tensors, rrefs).load()
+    except Exception as error:
+        raise SerializationError(
+            f"cannot rebuild what arrived: {type(error).__name__}: {error}",
+            "the same code must be importable on every worker",
+        ) from error
+
+
+def _tensor(index: int) -> torch.Tensor:
+    """Stand in a payload for tensor number ``index``; only :class:`_Unpickler` knows the tensors."""
+    raise SerializationError(f"tensor {index} of a message was unpickled outside of its message")
+
+
+def _rref(index: int) -> object:
+    """Stand in a payload for fork number ``index``."""
+    raise SerializationError(f"rref {index} of a message was unpickled outside of its message")
+
+
+def _travels_raw(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor can travel as plain bytes; others go through torch's own pickling."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and has_dtype(tensor.dtype)
+    )
+
+
+def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
+    """Lift a tensor or an RRef out of the pickle into ``body``; NotImplemented for anything else."""
+    kind = type(obj)
+    if kind is torch.Tensor:
+        if _travels_raw(obj):
+            body.tensors.append(obj)
+            return _tensor, (len(body.tensors) - 1,)
+    elif hook is not None and kind is hook.rref_type:
+        body.forks.append(hook.fork(obj))
+        return _rref, (len(body.forks) - 1,)
+    elif isinstance(obj, torch.futures.Future):
+        raise pickle.PicklingError("Can not pickle torch.futures.Future")
+    return NotImplemented
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, hook: RRefHook | None) -> None:
+        super().__init__(file, PROTOCOL)
+        self.body = Body()
+        self._hook = hook
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce(self.body, self._hook, obj)
+
+
+if cloudpickle is not None:
+
+    class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self, file: io.BytesIO, hook: RRefHook | None) -> None:
+            super().__init__(file, PROTOCOL)
+            self.body = Body()
+            self._hook = hook
+
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce(self.body, self._hook, obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]
+    ) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._lifted = {"_tensor": tensors.__getitem__, "_rref": rrefs.__getitem__}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in self._lifted:
+            return self._lifted[name]
+        return super().find_class(module, name)

@@ -1,0 +1,309 @@
+"""The progress engine: one lock around the network, and rules for who looks after it.
+
+* Whoever holds the *lock* makes transport calls; it is held for one step at a time.
+* Whoever holds the *lead* polls again and again. A thread that waits for something takes the lead if nobody
+has it,
+  else it parks until its thing is done or the lead is handed to it. When nobody waits, an executor thread
+  leads.
+* What arrives is handled with neither lock nor lead held, so handlers and the code they run may block or
+send.
+* A thread that sends puts the message into the outbox and empties the outbox itself if the lock is free; if
+not, the holder
+  does it before it lets go. So nobody ever blocks on the lock.
+
+Finalizers append to ``chores`` (atomic, takes no lock); the leader carries them out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from mpirpc._core.timing import UNLIMITED, Backoff, monotonic
+from mpirpc._core.transport import Arrival, Outgoing, Transport
+from mpirpc.errors import NotInitializedError, TransportError
+
+FOLLOW = 0.05
+"""How long a parked thread sleeps at most before it looks again whether the lead is free, in seconds."""
+
+UNFINISHED_SLEEP = 1e-4
+"""Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
+
+
+class Waiter:
+    """Something a thread waits for: done or not, with a place to park.
+
+    Thread: ``set`` any; ``park`` one thread at a time.
+    """
+
+    __slots__ = ("_parking", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._parking = threading.Lock()
+        self._parking.acquire()
+
+    def set(self) -> None:
+        """Say that it is done and wake who waits."""
+        self.done = True
+        self.unpark()
+
+    def unpark(self) -> None:
+        """Wake the parked thread, or make its next ``park`` return at once."""
+        try:
+            self._parking.release()
+        except RuntimeError:  # a wake-up is stored already
+            return
+
+    def park(self, timeout: float) -> bool:
+        """Sleep until woken or ``timeout`` seconds have passed; say whether woken."""
+        return self._parking.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+
+
+class ProgressEngine:
+    """Moves one worker's communication forward.
+
+    Args:
+        transport: The network.
+        handle: Called with each message that arrived; must not block, may send.
+        spin_time: Seconds that a leader polls without sleeping after the last event.
+        idle_sleep: Longest sleep of an idle leader in seconds.
+    """
+
+    def __init__(
+        self, transport: Transport, handle: Callable[[Arrival], None], spin_time: float, idle_sleep: float
+    ) -> None:
+        self.transport = transport
+        self.works: deque[Callable[[], None]] = (
+            deque()
+        )  # user code to run; handlers add, executor threads take
+        self.chores: deque[tuple[Callable[[Any], None], Any]] = (
+            deque()
+        )  # finalizers add, the leader carries out
+        self.num_leads = 0  # how often a thread has taken the lead; a lasting lead leaves it as it is
+        self.on_vacant: Callable[[], None] = lambda: None  # nobody waits and the lead is free
+        self.on_works: Callable[[], None] = lambda: None  # a waiting thread received works it may not run
+        self.on_alarm: Callable[[float], float] = lambda now: UNLIMITED  # returns the next alarm
+        self.alarm_at = UNLIMITED
+        self.failure: TransportError | None = None  # set once, by the thread that met it
+        self.on_failure: Callable[[TransportError], None] = lambda error: None
+        self._handle = handle
+        self._spin_time, self._idle_sleep = spin_time, idle_sleep
+        self._lock = threading.Lock()  # around every transport call
+        self._lead = threading.Lock()
+        self._leader: Waiter | None = None  # what the latest leader waits for; unparking it ends its sleep
+        self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
+        self._outbox: deque[tuple[int, Outgoing]] = deque()
+        self._sum: tuple[list[int], Waiter] | None = None
+        self._sum_posted = False
+        self.sums: list[int] = []  # result of the latest sum
+
+    # --- sending ---
+
+    def submit(self, dest: int, message: Outgoing) -> None:
+        """Send ``message``; return at once.
+
+        Thread: any.   Progress: never blocks.
+        Errors: if the transport refuses the message, ``message.on_failed`` is called.
+        """
+        self._outbox.append((dest, message))
+        self._empty_outbox()
+        if message.frames:  # moved by polling: no time to sleep
+            self.wake()
+
+    def wake(self) -> None:
+        """End the sleep of the leader, if it sleeps."""
+        if self._leader is not None:
+            self._leader.unpark()
+
+    def _empty_outbox(self) -> None:
+        """Send what is in the outbox, unless another thread is about to do so."""
+        while self._outbox and self._lock.acquire(False):
+            try:
+                self._flush()
+            finally:
+                self._lock.release()
+
+    def _flush(self) -> None:
+        """Send what is in the outbox. The lock is held."""
+        while self._outbox:
+            try:
+                dest, message = self._outbox.popleft()
+            except IndexError:
+                return
+            try:
+                self.transport.post_send(dest, message)
+            except Exception as error:
+                if message.on_failed is not None:
+                    self.works.append(partial(message.on_failed, error))
+
+    # --- polling ---
+
+    def _poll(self) -> Sequence[Arrival]:
+        """Take one look at the network, if nobody else is at it."""
+        if not self._lock.acquire(False):
+            return ()
+        try:
+            if self._outbox:
+                self._flush()
+            if self._sum is not None:
+                self._move_sum()
+            return self.transport.poll()
+        except TransportError as error:
+            self._fail(error)
+            return ()
+        finally:
+            self._lock.release()
+            if self._outbox:
+                self._empty_outbox()
+
+    def _fail(self, error: TransportError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.works.append(lambda: self.on_failure(error))
+
+    def try_lead(self) -> bool:
+        """Take the lead if it is free."""
+        return self._lead.acquire(False)
+
+    def is_led(self) -> bool:
+        """Say whether some thread has the lead."""
+        return self._lead.locked()
+
+    def lead(self, goal: Waiter, deadline: float, takes_works: bool = False) -> None:
+        """Poll until ``goal.done`` or the deadline. The caller has the lead on entry, and not on return.
+
+        May return earlier, when another thread has taken the lead.
+        """
+        self.num_leads += 1
+        self._leader = goal
+        spin = Backoff(self._spin_time, self._idle_sleep)
+        holds = True
+        try:
+            while not goal.done:
+                now = monotonic()
+                if now >= self.alarm_at:
+                    self._ring(now)
+                arrivals = self._poll()
+                if arrivals or self.chores:
+                    self._lead.release()
+                    holds = False
+                    self._handle_all(arrivals, takes_works)
+                    if goal.done or not self._lead.acquire(False):
+                        return
+                    holds = True
+                    spin.reset()
+                    continue
+                if now >= deadline or (takes_works and self._followers):
+                    return
+                longest = UNFINISHED_SLEEP if self.transport.has_unfinished() else None
+                spin.pause(now, goal.park, longest)
+        finally:
+            if holds:
+                self._lead.release()
+            self._promote()
+
+    def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
+        for arrival in arrivals:
+            self._handle(arrival)
+        while self.chores:
+            try:
+                chore, argument = self.chores.popleft()
+            except IndexError:
+                break
+            chore(argument)
+        if self.works and not takes_works:
+            self.on_works()
+
+    def _ring(self, now: float) -> None:
+        """End what is overdue, and set the next alarm.
+
+        A thread may set an earlier alarm at the same time and lose; looking again every second makes up for
+        it.
+        """
+        self.alarm_at = now + 1.0
+        self.alarm_at = min(self.alarm_at, self.on_alarm(now))
+
+    def _promote(self) -> None:
+        """Wake one parked thread to take the lead; if there is none, tell the executor."""
+        if self._lead.locked():
+            return
+        try:
+            self._followers.popleft().unpark()
+        except IndexError:
+            self.on_vacant()
+
+    # --- waiting ---
+
+    def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
+        """Wait until ``goal.done``, moving communication forward meanwhile; say whether it is.
+
+        Thread: any, without a lock held.   Progress: blocks until the deadline at most.
+        """
+        while not goal.done:
+            if self._lead.acquire(False):
+                self.lead(goal, deadline)
+            else:
+                self._follow(goal, deadline)
+            if monotonic() >= deadline:
+                break
+        return goal.done
+
+    def _follow(self, goal: Waiter, deadline: float) -> None:
+        """Park until ``goal`` is done or the lead is offered."""
+        self._followers.append(goal)
+        self.wake()  # an executor thread hands the lead over
+        if not goal.done:
+            goal.park(min(FOLLOW, deadline - monotonic()))
+        try:
+            self._followers.remove(goal)
+        except ValueError:  # the lead was offered to us
+            if goal.done:
+                self._promote()
+
+    # --- agreeing with all workers ---
+
+    def post_sum(self, values: list[int]) -> Waiter:
+        """Add up ``values`` over all workers; when the waiter is done, ``sums`` holds the result."""
+        waiter = Waiter()
+        self._sum_posted = False
+        self._sum = (values, waiter)
+        return waiter
+
+    def _move_sum(self) -> None:
+        """Post the sum, or look after it. The lock is held."""
+        if self._sum is None:
+            return
+        values, waiter = self._sum
+        if not self._sum_posted:
+            self.transport.post_sum(values)
+            self._sum_posted = True
+        sums = self.transport.poll_sum()
+        if sums is not None:
+            self._sum = None
+            self.sums = sums
+            waiter.set()
+
+    def close(self, graceful: bool) -> None:
+        """Close the transport. No thread polls any more; later sends are refused."""
+        with self._lock:
+            self.transport.close(graceful)
+            outbox, self._outbox = self._outbox, deque()
+            # the lock stays taken: nobody gets at the closed transport
+            self._lock = _NeverFree()  # type: ignore[assignment]
+        for _, message in outbox:
+            if message.on_failed is not None:
+                message.on_failed(NotInitializedError("the RPC group was shut down before this message left"))
+
+
+class _NeverFree:
+    """Takes the place of the lock of a closed engine."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return False
+
+    def release(self) -> None:
+        return

@@ -1,0 +1,221 @@
+"""``Runtime``: builds, owns, starts and stops the parts of one worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mpirpc._core import messages as m
+from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
+from mpirpc._core.autograd_engine import AutogradEngine
+from mpirpc._core.call import Calls
+from mpirpc._core.current import set_thread_runtime
+from mpirpc._core.error_transfer import dump_error, load_error
+from mpirpc._core.messages import Body, ForkDescriptor, Message
+from mpirpc._core.pickling import RRefHook
+from mpirpc._core.progress import Waiter
+from mpirpc._core.rref_store import RRefStore
+from mpirpc._core.timing import deadline_after, monotonic
+from mpirpc._core.transport import Transport
+from mpirpc.errors import LocalProtocolError, RpcTimeoutError, RRefError
+from mpirpc.options import MPIRpcBackendOptions
+from mpirpc.rref import RRef
+
+log = logging.getLogger("mpirpc.runtime")
+
+QUIET_LOOK = 5e-4
+"""Seconds between two looks, at shutdown, whether this worker has come to rest."""
+
+
+class _AutogradEvent:
+    """Something that a backward pass waits for."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._waiter = Waiter()
+
+    def set(self) -> None:
+        self._waiter.set()
+
+    def wait(self, deadline: float) -> bool:
+        return self._agent.wait(self._waiter, deadline)
+
+
+class _AutogradPorts:
+    """What the autograd engine sees of the other parts."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.rank = agent.rank
+        self._agent = agent
+        self.describe = agent.describe
+        self.start = agent.executor.submit
+        self.dump_error = dump_error
+
+    def send(self, dest: int, message: Message, body: Body | None = None) -> None:
+        self._agent.send(dest, message, body)
+
+    def new_event(self) -> _AutogradEvent:
+        return _AutogradEvent(self._agent)
+
+    def load_error(self, source: int, body: Body) -> BaseException:
+        return load_error(body, self._agent.describe(source), "backward")
+
+
+class Runtime:
+    """One worker: its agent, RRefs, autograd engine and calls. Several may live in one process.
+
+    Args:
+        transport: This worker's end of the group's network; closed by :meth:`shutdown`.
+        workers: All workers; the place is the rank.
+        options: Settings.
+    """
+
+    def __init__(
+        self, transport: Transport, workers: Sequence[WorkerInfo], options: MPIRpcBackendOptions
+    ) -> None:
+        self.transport = transport
+        self.options = options
+        self.agent = Agent(transport, workers, options, self._prepare_thread)
+        self.store = RRefStore(self.agent)
+        self.autograd = AutogradEngine(_AutogradPorts(self.agent))
+        for kind in (m.BackwardBegin, m.Gradient, m.BackwardAck, m.BackwardFailed, m.ContextRelease):
+            self.agent.handlers[kind] = self._on_autograd
+        hook = RRefHook(RRef, self._fork, self.store.cancel_fork)
+        self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
+        self.is_running = True
+        self.agent.executor.start()
+
+    def _prepare_thread(self) -> None:
+        set_thread_runtime(self)
+
+    def _on_autograd(self, source: int, incoming: Any) -> None:
+        body, _ = incoming.body()
+        self.autograd.on_message(source, incoming.message, body)
+
+    def _fork(self, rref: RRef[Any]) -> ForkDescriptor:
+        return self.store.fork(rref._rref_id, rref._fork_id, rref._owner)
+
+    def _make_rref(self, fork: ForkDescriptor) -> RRef[Any]:
+        return RRef._adopted(self.calls, fork)
+
+    # --- the end ---
+
+    def shutdown(self, graceful: bool, timeout: float, ignore_leaks: bool = False) -> None:
+        """Stop this worker.
+
+        Graceful: together with all others, once no call runs or is under way anywhere; handles that user code
+            still
+        holds are released, then values that are still referenced are reported.
+
+        Raises:
+            LocalProtocolError: Called by a function that runs as a call.
+            RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
+            RRefError: Values are still referenced (see ``ignore_leaks``); this worker has stopped all the
+                same.
+        """
+        if self.agent.executor.owns_this_thread():
+            raise LocalProtocolError(
+                "shutdown() was called by a function that runs as a call", "call it on the main thread"
+            )
+        if not graceful:
+            self._stop(False)
+            return
+        deadline = deadline_after(timeout)
+        leaks: list[str] = []
+        agreed = False
+        try:
+            self._come_to_rest(deadline)
+            self.store.release_all_users()
+            self._come_to_rest(deadline)
+            leaks = self.store.leaks()
+            agreed = True
+        finally:
+            self._stop(agreed)
+        if leaks and not ignore_leaks:
+            raise RRefError(
+                f"{len(leaks)} RRef values of {self.agent.me} are still referenced at shutdown: "
+                + "; ".join(leaks),
+                "this is a bug in mpirpc: please report it",
+            )
+
+    def _come_to_rest(self, deadline: float) -> None:
+        """Wait until no worker has anything to do and no message is under way.
+
+        All workers add up messages sent, messages received and how many of them are busy. Twice the same sums
+        with nobody busy and as many received as sent: nothing happened in between, and nothing can happen any
+            more (Mattern's
+        four counters).
+        """
+        before: list[int] = []
+        while True:
+            self._wait_until(self._is_quiet, deadline)
+            stats = self.transport.stats()
+            busy = 0 if self._is_quiet() else 1
+            waiter = self.agent.engine.post_sum([stats.messages_sent, stats.messages_received, busy])
+            self.agent.engine.wake()
+            self._wait_until(lambda: waiter.done, deadline, waiter)  # noqa: B023
+            sums = self.agent.engine.sums
+            if sums == before and sums[0] == sums[1] and sums[2] == 0:
+                return
+            before = sums
+
+    def _is_quiet(self) -> bool:
+        return (
+            self.agent.is_quiet()
+            and self.store.is_quiet()
+            and self.calls.num_open == 0
+            and not self.transport.has_unfinished()
+        )
+
+    def _wait_until(self, is_done: Callable[[], bool], deadline: float, waiter: Waiter | None = None) -> None:
+        """Park until something is true: executor threads look after the network meanwhile."""
+        waiter = waiter or Waiter()
+        pause = QUIET_LOOK
+        while not is_done():
+            if monotonic() >= deadline:
+                raise RpcTimeoutError(
+                    f"shutdown of {self.agent.me} timed out: {self._what_is_open()}",
+                    "another worker has not called shutdown() yet, or a call does not end",
+                    worker=str(self.agent.me),
+                )
+            waiter.park(min(pause, seconds_left(deadline)))
+            pause = min(2 * pause, 0.05)
+
+    def _what_is_open(self) -> str:
+        return (
+            f"{self.agent.num_pending} requests pending, {self.calls.num_open} calls not answered, "
+            f"{self.store.stats().pending} RRef handles unconfirmed here"
+        )
+
+    def _stop(self, graceful: bool) -> None:
+        self.is_running = False
+        self.agent.stop("mpirpc.shutdown was called", graceful)
+
+    # --- looking in ---
+
+    def debug_info(self) -> dict[str, Any]:
+        """Return counts of what lives here and what was done; ``api.debug_info`` explains them."""
+        transport, rrefs = self.transport.stats(), self.store.stats()
+        return {
+            "calls_sent": self.agent.num_requests,
+            "calls_served": self.calls.num_served,
+            "pending_calls": self.agent.num_pending,
+            "open_calls": self.calls.num_open,
+            "messages_sent": transport.messages_sent,
+            "messages_received": transport.messages_received,
+            "bytes_sent": transport.bytes_sent,
+            "bytes_received": transport.bytes_received,
+            "unfinished_nbytes": transport.unfinished_nbytes,
+            "owned_rrefs": rrefs.owned,
+            "used_rrefs": rrefs.used,
+            "forks": rrefs.forks,
+            "pending_rrefs": rrefs.pending,
+            "executor_threads": self.agent.executor.num_threads_alive,
+            "running_calls": self.agent.executor.num_running,
+            **{f"autograd_{name}": count for name, count in asdict(self.autograd.stats()).items()},
+        }
+
+    def __repr__(self) -> str:
+        return f"Runtime({self.agent.me}, {'running' if self.is_running else 'stopped'})"

@@ -1,0 +1,60 @@
+"""Time inside mpirpc: deadlines instead of durations, and one way to wait.
+
+A timeout given by a user becomes a :class:`Deadline` once, at the border; only deadlines travel inside.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+UNLIMITED = float("inf")
+"""A deadline that never passes."""
+
+monotonic = time.monotonic
+"""The clock of all deadlines."""
+
+
+def deadline_after(timeout: float) -> float:
+    """Turn a timeout in seconds into a point on the monotonic clock; 0 means no limit, as in torch."""
+    return monotonic() + timeout if timeout > 0 else UNLIMITED
+
+
+class Backoff:
+    """How a polling thread passes the time between two looks at the network.
+
+    Right after the last event it gives its core to others without sleeping (``sched_yield``: 1 us, where
+    ``time.sleep(0)`` costs 77 us on CPython 3.11). After ``spin`` seconds it sleeps a fraction of the time
+    already waited, so that the extra latency stays in proportion, up to ``longest`` seconds.
+    """
+
+    __slots__ = ("_since", "longest", "spin")
+
+    FRACTION = 16
+    """A sleep lasts 1/16 of the time waited so far: at most 6 % added to any wait."""
+
+    def __init__(self, spin: float, longest: float) -> None:
+        self.spin = spin
+        self.longest = longest
+        self._since = 0.0
+
+    def reset(self) -> None:
+        """Note that something happened: begin again without sleeping."""
+        self._since = 0.0
+
+    def pause(self, now: float, sleep: Callable[[float], object], longest: float | None = None) -> None:
+        """Let others run, or sleep, according to how long nothing has happened.
+
+        Args:
+            now: The present, by :data:`monotonic`.
+            sleep: Called with seconds to sleep; may return earlier.
+            longest: A shorter limit for this one sleep, in seconds.
+        """
+        if not self._since:
+            self._since = now
+        waited = now - self._since
+        if waited < self.spin:
+            os.sched_yield()
+        else:
+            sleep(min(self.longest if longest is None else longest, waited / self.FRACTION))

@@ -1,0 +1,99 @@
+"""What a transport is: it carries messages between the workers of one group, whatever they mean.
+
+Words: a message is a *head* (small, sent at once) and *frames* (large buffers sent on their own, one per
+    storage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A message ready to leave.
+
+    Attributes:
+        head: Header, payload and small tensors, as ``wire.py`` laid them out.
+        frames: 1-dimensional uint8 host tensors; they must stay untouched until the receiver has them.
+        on_failed: Called once, on any thread, if the transport refuses the message.
+    """
+
+    head: bytes
+    frames: list[torch.Tensor]
+    on_failed: Callable[[BaseException], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of head and frames."""
+        return len(self.head) + sum(frame.numel() for frame in self.frames)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message that came, whole.
+
+    Attributes:
+        source: Rank of the sender.
+        head: As the sender laid it out; writable, owned by whoever handles the arrival.
+        frames: 1-dimensional uint8 tensors, each alone in fresh memory.
+    """
+
+    source: int
+    head: bytearray
+    frames: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStats:
+    """Counts since the transport was opened."""
+
+    messages_sent: int
+    bytes_sent: int
+    messages_received: int
+    bytes_received: int
+    unfinished_messages: int
+    unfinished_nbytes: int
+
+
+class Transport(Protocol):
+    """A group's network as one worker sees it.
+
+    Every method is called by one thread at a time: the holder of the progress engine's lock. None blocks,
+        except
+    ``close``. Messages are never lost or doubled; no order is promised between two of them.
+    """
+
+    rank: int
+    world_size: int
+
+    def post_send(self, dest: int, message: Outgoing) -> None:
+        """Start sending ``message``; the transport keeps it alive until it has left."""
+
+    def poll(self) -> Sequence[Arrival]:
+        """Move everything forward a step; return the messages that are complete, a few at most."""
+
+    def has_unfinished(self) -> bool:
+        """Say whether a send or a receive is under way."""
+
+    def unfinished_nbytes(self, dest: int) -> int:
+        """Return how many bytes to ``dest`` have not left yet."""
+
+    def post_sum(self, values: Sequence[int]) -> None:
+        """Start adding up ``values`` over all workers; each worker takes part once, in the same order."""
+
+    def poll_sum(self) -> list[int] | None:
+        """Return the sums once every worker has taken part, else None."""
+
+    def stats(self) -> TransportStats:
+        """Return the counts so far."""
+
+    def close(self, graceful: bool) -> None:
+        """Give everything back. Graceful: all workers do it together and nothing is under way."""
+
+    def abort(self) -> None:
+        """End all workers' processes at once."""

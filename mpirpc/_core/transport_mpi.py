@@ -1,0 +1,341 @@
+"""Messages over MPI. The only file of the machinery that imports mpi4py.
+
+The head of a message is one MPI message on a communicator of its own, found by matched probe; its frames
+follow on a second communicator, in order, straight into their final memory. MPI keeps the order of messages
+per pair and communicator, so the n-th receive posted there meets the n-th frame sent (MPI-4.1 section 3.5):
+no tag is needed to tell them apart, and call ids stay out of tags (some networks offer 20 bits only).
+
+MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames are cut into chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpirpc._core.transport import Arrival, Outgoing, TransportStats
+from mpirpc._core.wire import frame_sizes
+from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError
+from mpirpc.options import tasks_started_by_srun
+
+TAG = 0
+SMALL_HEAD = 4096
+"""Heads up to this size are received at once: MPI has them in a buffer when the probe sees them."""
+
+ARRIVALS_PER_POLL = 8
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,127}")
+
+_abandoned: list[MPI.Comm] = []
+"""Communicators of groups that ended without agreement: freeing is collective, so they are kept."""
+
+
+def join_group(
+    comm: MPI.Comm | None, name: str | None, rank: int, world_size: int | None
+) -> tuple[MPI.Comm, list[str]]:
+    """Meet the other workers: one collective on ``comm``. Blocks until every rank has called it.
+
+    Args:
+        comm: Its ranks are the group; None means all ranks of the job.
+        name: This worker's name; None means ``worker{rank}``.
+        rank: What the program believes its rank to be; -1 if it has no opinion.
+        world_size: Likewise; None if it has no opinion.
+
+    Returns:
+        The communicator, and all workers' names in rank order.
+
+    Raises:
+        ConfigurationError: On every rank alike: MPI has too low a thread level, a rank was started wrongly or
+            holds wrong beliefs, a name is not allowed, or two workers have the same.
+    """
+    comm = MPI.COMM_WORLD if comm is None else comm
+    name = f"worker{comm.rank}" if name is None else name
+    problem = _find_problem(comm, name, rank, world_size)
+    everyone = [json.loads(text) for text in _allgather(comm, json.dumps([str(name), problem]).encode())]
+    names = [entry[0] for entry in everyone]
+    problems = [f"rank {place}: {entry[1]}" for place, entry in enumerate(everyone) if entry[1]]
+    problems += [
+        f"the name {worker!r} is used by ranks {[i for i, found in enumerate(names) if found == worker]}"
+        for worker in sorted(set(names))
+        if names.count(worker) > 1
+    ]
+    if problems:
+        raise ConfigurationError(
+            "the RPC group could not be formed: " + "; ".join(problems), "this error is raised on every rank"
+        )
+    return comm, names
+
+
+def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | None) -> str:
+    """Say what is wrong with this rank; nothing if all is well."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        return (
+            f"MPI was started with thread level {MPI.Query_thread()}, mpirpc needs MPI_THREAD_SERIALIZED "
+            f"({MPI.THREAD_SERIALIZED}) at least: remove mpi4py.rc.thread_level settings"
+        )
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return f"the name {name!r} is not allowed: 1 to 127 letters, digits, '_', '-', ':', '.'"
+    if rank not in (-1, comm.rank):
+        return f"rank={rank} was given, but MPI says {comm.rank}"
+    if world_size not in (None, comm.size):
+        return f"world_size={world_size} was given, but MPI says {comm.size}"
+    num_tasks = tasks_started_by_srun()
+    if MPI.COMM_WORLD.size == 1 and num_tasks > 1:
+        return (
+            f"srun started {num_tasks} tasks, but MPI sees 1: they are {num_tasks} separate jobs; "
+            "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or mpirun"
+        )
+    return ""
+
+
+def _allgather(comm: MPI.Comm, mine: bytes) -> list[bytes]:
+    """Tell every rank of ``comm`` a few bytes and hear theirs, in rank order."""
+    counts = np.zeros(comm.size, dtype=np.int32)
+    comm.Allgather(np.array([len(mine)], dtype=np.int32), counts)
+    everything = bytearray(int(counts.sum()))
+    comm.Allgatherv([mine, MPI.BYTE], [everything, counts, MPI.BYTE])
+    ends = np.cumsum(counts)
+    return [
+        bytes(everything[int(end) - int(count) : int(end)]) for count, end in zip(counts, ends, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A message of which not everything has come yet.
+
+    ``head_request`` is set until the head is complete; ``frame_requests`` is None until the frames' receives
+    are posted.
+    """
+
+    head: bytearray
+    head_request: MPI.Request | None
+    frames: list[torch.Tensor] = field(default_factory=list)
+    frame_requests: deque[MPI.Request] | None = None
+
+
+class MPITransport:
+    """One worker's end of a group on an MPI communicator.
+
+    Args:
+        comm: Its ranks are the group. Duplicated here (collective).
+        chunk_nbytes: Frames are cut into MPI messages of at most this size.
+    """
+
+    def __init__(self, comm: MPI.Comm, chunk_nbytes: int) -> None:
+        self.rank = comm.Get_rank()
+        self.world_size = comm.Get_size()
+        self._heads = comm.Dup()
+        self._frames = comm.Dup()
+        self._chunk_nbytes = chunk_nbytes
+        self._status = MPI.Status()
+        self._to_myself: deque[Arrival] = deque()
+        # by dest: (handle, what it sends from, nbytes), oldest first; post_send adds, poll removes
+        self._unfinished: dict[int, deque[tuple[MPI.Request, object, int]]] = {}
+        self._unfinished_nbytes: dict[int, int] = {}
+        self._incoming: dict[int, deque[_Incoming]] = {}  # by source, in the order of their heads
+        self._sum: tuple[MPI.Request, np.ndarray, np.ndarray] | None = None
+        self._sent = self._received = self._sent_nbytes = self._received_nbytes = 0
+
+    # --- sending ---
+
+    def post_send(self, dest: int, message: Outgoing) -> None:
+        """Start sending. Copies: none, except to oneself.
+
+        Raises:
+            TransportError: MPI refused the message.
+        """
+        self._sent += 1
+        self._sent_nbytes += message.nbytes
+        if dest == self.rank:
+            frames = [frame.clone() for frame in message.frames]
+            self._to_myself.append(Arrival(dest, bytearray(message.head), frames))
+            return
+        try:
+            self._post(dest, self._heads, message.head, message.head, len(message.head))
+            for frame in message.frames:
+                address = frame.data_ptr()
+                for at, nbytes in self._chunks(frame.numel()):
+                    self._post(
+                        dest, self._frames, MPI.buffer.fromaddress(address + at, nbytes), frame, nbytes
+                    )
+        except MPI.Exception as error:
+            raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
+
+    def _post(self, dest: int, comm: MPI.Comm, buffer: object, keep: object, nbytes: int) -> None:
+        request = comm.Isend([buffer, nbytes, MPI.BYTE], dest, TAG)
+        if request.Test():
+            return
+        self._unfinished.setdefault(dest, deque()).append((request, keep, nbytes))
+        self._unfinished_nbytes[dest] = self._unfinished_nbytes.get(dest, 0) + nbytes
+
+    def _chunks(self, nbytes: int) -> list[tuple[int, int]]:
+        """Cut ``nbytes`` into (offset, size) pieces that one MPI message can carry."""
+        step = self._chunk_nbytes
+        return [(at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+
+    def _finish_sends(self) -> None:
+        for dest in list(self._unfinished):
+            queue = self._unfinished[dest]
+            while queue and queue[0][0].Test():
+                self._unfinished_nbytes[dest] -= queue.popleft()[2]
+            if not queue:
+                del self._unfinished[dest]
+
+    def has_unfinished(self) -> bool:
+        """Say whether a send or a receive is under way."""
+        return bool(self._unfinished or self._incoming)
+
+    def unfinished_nbytes(self, dest: int) -> int:
+        """Return how many bytes to ``dest`` have not left yet."""
+        return self._unfinished_nbytes.get(dest, 0)
+
+    # --- receiving ---
+
+    def poll(self) -> Sequence[Arrival]:
+        """Move everything forward a step; return a few complete messages.
+
+        Raises:
+            TransportError: MPI reports a failure.
+        """
+        arrivals: list[Arrival] = []
+        try:
+            if self._unfinished:
+                self._finish_sends()
+            if self._to_myself:
+                arrivals.append(self._to_myself.popleft())
+            self._probe(arrivals)
+            if self._incoming:
+                self._receive(arrivals)
+        except MPI.Exception as error:
+            raise _translate(error, "receiving") from error
+        for arrival in arrivals:
+            self._received += 1
+            self._received_nbytes += len(arrival.head) + sum(frame.numel() for frame in arrival.frames)
+        return arrivals
+
+    def _probe(self, arrivals: list[Arrival]) -> None:
+        """Take new heads; those that are whole messages already go to ``arrivals``."""
+        status = self._status
+        for _ in range(ARRIVALS_PER_POLL):
+            found = self._heads.Improbe(MPI.ANY_SOURCE, TAG, status)
+            if found is None:
+                return
+            source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
+            head = bytearray(nbytes)
+            if nbytes > SMALL_HEAD:
+                self._later(source, _Incoming(head, found.Irecv([head, nbytes, MPI.BYTE])))
+                continue
+            found.Recv([head, nbytes, MPI.BYTE])
+            if source in self._incoming or _frame_sizes(head):
+                self._later(source, _Incoming(head, None))
+            else:
+                arrivals.append(Arrival(source, head, []))
+
+    def _later(self, source: int, incoming: _Incoming) -> None:
+        self._incoming.setdefault(source, deque()).append(incoming)
+
+    def _receive(self, arrivals: list[Arrival]) -> None:
+        """Move incomplete messages forward.
+
+        Heads of one source are taken strictly in order, because the order of their frames' receives must be
+        that of the sends.
+        """
+        for source in list(self._incoming):
+            left: deque[_Incoming] = deque()
+            queue = self._incoming[source]
+            while queue:
+                incoming = queue.popleft()
+                if incoming.head_request is not None and not incoming.head_request.Test():
+                    queue.appendleft(incoming)
+                    break
+                incoming.head_request = None
+                if self._receive_frames(source, incoming):
+                    arrivals.append(Arrival(source, incoming.head, incoming.frames))
+                else:
+                    left.append(incoming)
+            left.extend(queue)
+            if left:
+                self._incoming[source] = left
+            else:
+                del self._incoming[source]
+
+    def _receive_frames(self, source: int, incoming: _Incoming) -> bool:
+        """Post the receives of a message's frames, or look after them; say whether all are here."""
+        requests = incoming.frame_requests
+        if requests is None:
+            requests = incoming.frame_requests = deque()
+            for nbytes in _frame_sizes(incoming.head):
+                frame = torch.empty(nbytes, dtype=torch.uint8)
+                incoming.frames.append(frame)
+                for at, size in self._chunks(nbytes):
+                    into = MPI.buffer.fromaddress(frame.data_ptr() + at, size)
+                    requests.append(self._frames.Irecv([into, size, MPI.BYTE], source, TAG))
+        while requests and requests[0].Test():
+            requests.popleft()
+        return not requests
+
+    # --- agreeing ---
+
+    def post_sum(self, values: Sequence[int]) -> None:
+        """Start adding up ``values`` over all workers."""
+        mine = np.array(values, dtype=np.int64)
+        total = np.zeros_like(mine)
+        self._sum = (self._heads.Iallreduce(mine, total, MPI.SUM), mine, total)
+
+    def poll_sum(self) -> list[int] | None:
+        """Return the sums once every worker has taken part, else None."""
+        if self._sum is None or not self._sum[0].Test():
+            return None
+        total = self._sum[2]
+        self._sum = None
+        return [int(value) for value in total]
+
+    # --- the end ---
+
+    def stats(self) -> TransportStats:
+        """Return the counts so far."""
+        return TransportStats(
+            self._sent,
+            self._sent_nbytes,
+            self._received,
+            self._received_nbytes,
+            sum(map(len, self._unfinished.values())),
+            sum(self._unfinished_nbytes.values()),
+        )
+
+    def close(self, graceful: bool) -> None:
+        """Free the communicators (graceful: collective, with nothing under way), or put them aside."""
+        if graceful:
+            for queue in self._unfinished.values():
+                MPI.Request.Waitall([request for request, _, _ in queue])
+            self._unfinished.clear()
+            self._heads.Free()
+            self._frames.Free()
+        else:
+            _abandoned.extend([self._heads, self._frames])
+
+    def abort(self) -> None:
+        """End every rank of the job at once (MPI_Abort)."""
+        MPI.COMM_WORLD.Abort(1)
+
+
+def _frame_sizes(head: bytearray) -> list[int]:
+    """Return the sizes of the frames behind ``head``; none if it is not ours (its handler refuses it)."""
+    try:
+        return frame_sizes(head)
+    except RemoteProtocolError:
+        return []
+
+
+def _translate(error: MPI.Exception, doing: str) -> TransportError:
+    return TransportError(
+        f"MPI failed while {doing}: {error.Get_error_string()} (class {error.Get_error_class()})"
+    )

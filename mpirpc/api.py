@@ -1,0 +1,244 @@
+"""``init_rpc``, the three ways to call, ``shutdown``: a thin cover over the current runtime."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpirpc._core.agent import WorkerInfo
+from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
+from mpirpc._core.future import Future
+from mpirpc._core.runtime import Runtime
+from mpirpc.backend_registry import BackendType, init_backend
+from mpirpc.errors import ConfigurationError
+from mpirpc.options import RpcBackendOptions
+from mpirpc.rref import UNSET_TIMEOUT, RRef
+
+__all__ = [
+    "WorkerInfo",
+    "debug_info",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+To = str | int | WorkerInfo
+
+
+def is_available() -> bool:
+    """Say that RPC can be used; here for programs that ask."""
+    return True
+
+
+def init_rpc(
+    name: str | None = None,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Join the RPC group; returns when every rank has joined and knows all names.
+
+    Rank and world size come from MPI: the ranks of ``rpc_backend_options.comm``, by default all of the job.
+        Call it
+    on every one of them, on the main thread; after ``shutdown`` it may be called again.
+
+    Args:
+        name: This worker's name, unique in the group; default ``worker{rank}``.
+        backend: Default ``BackendType.MPI``.
+        rank: Checked against MPI if given.
+        world_size: Checked against MPI if given.
+        rpc_backend_options: Settings; default ``MPIRpcBackendOptions()``.
+
+    Raises:
+        ConfigurationError: RPC runs already; or, on every rank alike, a rank or size differs from MPI's, a
+            name is bad or used twice, or the job was started wrongly.
+
+    Progress: blocks until all ranks have called it.
+    """
+    running: Runtime | None = get_current_or_none()
+    if running is not None:
+        raise ConfigurationError(
+            f"RPC is already initialized: {running.agent.me}", "call mpirpc.shutdown() first"
+        )
+    if backend is None:
+        backend = BackendType.MPI
+    if not isinstance(backend, BackendType):
+        raise ConfigurationError(
+            f"backend={backend!r} must be a BackendType", "leave it out, or use BackendType.MPI"
+        )
+    options = backend.construct_options() if rpc_backend_options is None else rpc_backend_options
+    set_process_runtime(init_backend(backend, name, rank, world_size, options))
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the RPC group. Does nothing when RPC does not run.
+
+    Graceful: waits until all workers have called it and every call, also those that calls made, is over;
+        meanwhile
+    this worker goes on serving. Then RRefs are released. Not graceful: stops now, pending calls fail.
+
+    Args:
+        graceful: Whether to wait for the others.
+        timeout: Limit in seconds for a graceful shutdown; 0 means none.
+
+    Raises:
+        RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
+        RRefError: RRefs were leaked, which is a bug; this worker has stopped all the same.
+    """
+    runtime: Runtime | None = get_current_or_none()
+    if runtime is None:
+        return
+    try:
+        runtime.shutdown(graceful, timeout)
+    finally:
+        if not runtime.is_running:
+            set_process_runtime(
+                None, "RPC was shut down: call mpirpc.init_rpc on every rank to start it again"
+            )
+
+
+def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
+    """Return the worker with this name, rank or WorkerInfo; by default this one.
+
+    Raises:
+        UnknownWorkerError: There is none.
+        NotInitializedError: RPC does not run.
+    """
+    agent = get_current().agent
+    found: WorkerInfo = agent.me if worker_name is None else agent.find_worker(worker_name)
+    return found
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result.
+
+    Args:
+        to: Name, rank or WorkerInfo of the callee; may be this worker, arguments are copied all the same.
+        func: A function, class, method, torch operator or scripted function that the callee can import.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Limit in seconds; 0 means none; unset, the group's default.
+
+    Raises:
+        UnknownWorkerError: There is no such worker.
+        SerializationError: An argument cannot be pickled.
+        RpcTimeoutError: No response in time; the call may still run.
+        Exception: What ``func`` raised: the same type, with the remote traceback as cause.
+
+    Thread: any.   Progress: drives it.   Copies: one per tensor, by the network.
+    """
+    runtime = get_current()
+    dest, call, limit = _prepare(runtime, to, func, args, kwargs, timeout)
+    return runtime.calls.wait_result(runtime.calls.start_call(dest, call, limit))
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[Any]:
+    """Start ``func(*args, **kwargs)`` on worker ``to`` and return a future of its result.
+
+    Small tensors are copied before this returns; tensors above ``eager_limit`` must not be changed until the
+    future is done. See ``rpc_sync`` for arguments and errors; those of the call itself are raised by the
+    future.
+
+    Thread: any.   Progress: may block while ``max_unfinished_nbytes`` are on their way to ``to``.
+    """
+    runtime = get_current()
+    dest, call, limit = _prepare(runtime, to, func, args, kwargs, timeout)
+    calls = runtime.calls
+    future: Future[Any] = calls.future_of(lambda done: calls.start_call(dest, call, limit, on_done=done))
+    return future
+
+
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]:
+    """Start ``func(*args, **kwargs)`` on worker ``to``, leave its result there, and return an RRef to it.
+
+    Returns at once. An exception of ``func`` is kept at the owner and raised where the RRef is used. See
+    ``rpc_sync`` for arguments.
+
+    Thread: any.   Progress: may block while ``max_unfinished_nbytes`` are on their way to ``to``.
+    """
+    runtime = get_current()
+    dest, call, limit = _prepare(runtime, to, func, args, kwargs, timeout)
+    return RRef._remote(runtime.calls, dest, call, limit)
+
+
+def _prepare(
+    runtime: Runtime,
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> tuple[int, tuple[Any, tuple[Any, ...], dict[str, Any]], float]:
+    """Check what the three ways to call have in common: the callee's rank, the call, the limit."""
+    if not callable(func):
+        raise TypeError(f"func={func!r} is not callable: function should be callable")
+    if timeout == UNSET_TIMEOUT:
+        timeout = runtime.options.rpc_timeout
+    elif not timeout >= 0:
+        raise ConfigurationError(f"timeout={timeout!r} is not a time limit", "give seconds, 0 for no limit")
+    dest = runtime.agent.find_worker(to).id
+    return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), timeout
+
+
+def debug_info() -> dict[str, Any]:
+    """Return counts of what lives in this worker and what it has done since ``init_rpc``.
+
+    Keys: ``calls_sent``, ``calls_served``, ``pending_calls`` (sent, not answered), ``open_calls`` (received,
+        not
+    answered), ``messages_sent``, ``messages_received``, ``bytes_sent``, ``bytes_received``,
+    ``unfinished_nbytes`` (sent, not yet taken by the network), ``owned_rrefs`` (values here), ``used_rrefs``
+    (handles here of values elsewhere), ``forks`` (handles elsewhere of values here), ``pending_rrefs``
+    (handles that wait for a confirmation), ``executor_threads``, ``running_calls``, ``autograd_contexts`` and
+    other ``autograd_*``.
+
+    Raises:
+        NotInitializedError: RPC does not run.
+    """
+    info: dict[str, Any] = get_current().debug_info()
+    return info
+
+
+def _stop_at_exit() -> None:
+    """A program that ends without ``shutdown``: stop the threads before the interpreter goes.
+
+    If it ends by an exception, the others would wait for this worker for ever: end the job, its traceback is
+        printed.
+    """
+    runtime: Runtime | None = get_current_or_none()
+    if runtime is None:
+        return
+    if getattr(sys, "last_value", None) is not None and len(runtime.agent.workers) > 1:
+        sys.stderr.write(f"mpirpc: {runtime.agent.me} ended by an exception: ending the job\n")
+        sys.stderr.flush()
+        runtime.transport.abort()
+    warnings.warn(f"{runtime.agent.me} ends without mpirpc.shutdown()", RuntimeWarning, stacklevel=1)
+    shutdown(graceful=False)
+
+
+atexit.register(_stop_at_exit)
