@@ -2,8 +2,7 @@
 
 The call machinery attaches sends and recvs while it handles a call; ``backward`` starts a pass; messages of
 passes come in through :meth:`AutogradEngine.on_message`. One pass is carried out by ``autograd_pass.py``. How
-it all fits
-together: ``docs/design/autograd.md``.
+it all fits together: ``docs/design/autograd.md``.
 """
 
 from __future__ import annotations

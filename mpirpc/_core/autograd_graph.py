@@ -9,9 +9,8 @@ The graph from the sends down::
      recv     leaf         recv: function that made received tensors; leaf: AccumulateGrad of a parameter
 
 Components share leaves only, and a leaf just sums, so each is treated by itself; unless the leaf has tensor
-hooks, which must see the sum: such components are joined. The *reach* of a recv is the set of sends it is
-    reached
-from.
+hooks, which must see the sum: such components are joined. The *reach* of a recv is the set of sends that it
+can be reached from.
 
 Rules for this file: torch only; no user code runs except in :func:`run`; each node is visited once.
 """
@@ -54,7 +53,8 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is not None and not isinstance(node, torch._C._FunctionBase):
         return GradientEdge(node, tensor.output_nr)
-    # A node put on top knows a leaf's accumulator, and keeps a node written in Python alive: a reference does not.
+    # A node put on top knows a leaf's accumulator, and keeps a node written in Python alive: a reference does
+    # not.
     if torch.is_grad_enabled():
         return _edge_below(tensor)
     with torch.enable_grad():
@@ -69,6 +69,13 @@ def _edge_below(tensor: torch.Tensor) -> GradientEdge:
     node, output_nr = top.next_functions[0]
     assert node is not None
     return GradientEdge(node, output_nr, top)
+
+
+def leaf_of(edge: GradientEdge) -> torch.Tensor:
+    """The leaf whose accumulator this edge leads to."""
+    accumulator: Any = edge.node
+    leaf: torch.Tensor = accumulator.variable
+    return leaf
 
 
 class _Receive(torch.autograd.Function):
@@ -237,6 +244,10 @@ def explore(sends: Sequence[Sequence[GradientEdge]], recv_ids: Mapping[Node, int
     Thread: any; the graph must not be changed meanwhile (torch never does).   Progress: never blocks.
     """
     walk = _Walk(sends, recv_ids)
+    if len(sends) == 1:
+        ids = tuple([recv_ids[node] for node in walk.recvs])
+        edges = tuple([GradientEdge(node, 0) for node in walk.leaves[0]])
+        return LocalGraph((Component(1, ids, bool(edges)),), (edges,), dict.fromkeys(ids, 1))
     members = walk.members()
     reach = walk.reach(members)
     recvs: dict[int, list[int]] = {group: [] for group in members}
@@ -266,8 +277,9 @@ def run(
 
     User code (hooks, custom functions) runs here, on this thread for CPU tensors.
 
-    This is ``torch.autograd.grad(outputs, inputs, gradients, retain_graph=..., allow_unused=True)`` without its
-    Python part, which costs more than the run of a small graph (75 against 31 us); the engine repeats its checks.
+    This is ``torch.autograd.grad(outputs, inputs, gradients, retain_graph=..., allow_unused=True)`` without
+    its Python part, which costs more than the run of a small graph (75 against 31 us); the engine repeats its
+    checks.
 
     Raises:
         RuntimeError: The graph was freed by an earlier pass; also whatever user code raises.
@@ -287,7 +299,7 @@ def _pass_on(
     """What a run from leaves to leaves finds; None if it must be run, because of hooks."""
     found: dict[Node, torch.Tensor] = {}
     for edge, gradient in zip(outputs, gradients, strict=True):
-        leaf = edge.node.variable  # type: ignore[attr-defined]
+        leaf = leaf_of(edge)
         if leaf._backward_hooks or leaf.shape != gradient.shape or edge.node in found:
             return None
         found[edge.node] = gradient

@@ -1,5 +1,4 @@
-"""Carries out one backward pass at one worker: what ``autograd_protocol`` decides, on ``autograd_graph``'s
-graph.
+"""Carries out one backward pass at one worker: what ``autograd_protocol`` decides, by ``autograd_graph``.
 
 Messages are handled where they arrive (short, no user code); runs of torch's engine happen on executor
 threads, or on the thread that waits in ``backward``. Under the engine's lock state changes and actions are
@@ -19,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from mpirpc._core.autograd_context import AutogradContext
 from mpirpc._core.autograd_gradients import accumulate, encode_gradients, storage_key
-from mpirpc._core.autograd_graph import LocalGraph, explore, run
+from mpirpc._core.autograd_graph import LocalGraph, explore, leaf_of, run
 from mpirpc._core.autograd_protocol import (
     ROOTS,
     Ack,
@@ -284,9 +283,8 @@ class PassRunner:
         context = self._context
         with context.gradients_lock:
             self._taken.update(storage_key(g) for gs in answers.values() for g in gs if g is not None)
-            pairs = zip(leaves, found, strict=False)
-            leaf_pairs = [(leaf.node.variable, g) for leaf, g in pairs if g is not None]  # type: ignore[attr-defined]
-            accumulate(context.gradients, leaf_pairs, self._taken)
+            pairs = [(leaf_of(edge), g) for edge, g in zip(leaves, found, strict=False) if g is not None]
+            accumulate(context.gradients, pairs, self._taken)
 
     # --- actions ---
 
@@ -358,8 +356,8 @@ class PassRunner:
         names = ", ".join(self._ports.describe(rank) for rank in sorted(missing)) or "acknowledgements"
         self.fail(
             RpcTimeoutError(
-                f"backward pass {self.pass_id} of context {self._context.context_id} not over at its deadline; "
-                f"still waiting for: {names}",
+                f"backward pass {self.pass_id} of context {self._context.context_id} is not over at its "
+                f"deadline; still waiting for: {names}",
                 worker=names,
             )
         )
@@ -379,7 +377,7 @@ class PassRunner:
         self.abort(error, self._ports.rank, None)
 
     def abort(self, error: BaseException, failed_on: int, body: Body | None) -> None:
-        """End the pass with ``error`` and tell the neighbours, once. ``body``: the error as it came, if it did."""
+        """End the pass and tell the neighbours, once. ``body``: the error as it came from elsewhere."""
         with self._lock:
             if self.error is not None or self._finished:
                 return

@@ -173,7 +173,7 @@ class BackwardPass:
     def on_gradient(
         self, source: int, send_id: int, has_gradient: bool, sent_up_to: int, wants_ack: bool, acks: bool
     ) -> list[Action]:
-        """The answer to one of our sends; if it is not open (cancelled, or sent after the start), ignore it."""
+        """The answer to one of our sends; ignored if it is not open (cancelled, or sent after the start)."""
         if not self.failed:
             self._hear(source, sent_up_to, wants_ack)
             self._num_acks -= acks
@@ -216,7 +216,7 @@ class BackwardPass:
         return self._settle()
 
     def on_failed(self, neighbours: Iterable[int]) -> list[Action]:
-        """The pass failed here or elsewhere: tell all neighbours, once; from now on events set off nothing."""
+        """The pass failed here or elsewhere: tell all neighbours, once; events set off nothing any more."""
         if self.failed:
             return []
         self.failed = True
@@ -280,7 +280,7 @@ class BackwardPass:
             self._start_run(number, sends & self._with_gradient, ready, last=False)
 
     def _take_ready(self, component: _OpenComponent) -> list[int]:
-        """Take out the recvs whose reach is resolved; answer "none" if it has no gradient, return the others."""
+        """Take out recvs whose reach is resolved; answer "none" if without gradient, return the others."""
         ready, waiting = [], []
         for recv_id in component.recvs:
             reach = self._structure.reach[recv_id]

@@ -88,8 +88,11 @@ class Calls:
         """
         pending = Pending(self.agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
-        body = dumps_call(call, self._hook)
         context_id = self.autograd.current_context_id
+        if context_id:
+            func, args, kwargs = call
+            call = func, _joined_to_graph(args), {name: _joined_to_graph(x) for name, x in kwargs.items()}
+        body = dumps_call(call, self._hook)
         message_id = self._attach_send(context_id, dest, body)
         try:
             request = m.CallRequest(pending.request_id, context_id, message_id, rref_id, fork_id)
@@ -255,7 +258,7 @@ class Calls:
         """Send a response; return what prevented it."""
         message_id, body = 0, Body()
         try:
-            body = dumps_result(result, self._hook)
+            body = dumps_result(_joined_to_graph(result) if context_id else result, self._hook)
             message_id = self._attach_send(context_id, source, body) if context_id else 0
             self.agent.send(source, m.CallResponse(request_id, context_id, message_id), body)
         except Exception as error:
@@ -354,3 +357,19 @@ class Calls:
             body, needs_grad = incoming.body()
             message_id = response.autograd_message_id
             self.autograd.attach_recv(response.context_id, source, message_id, body.tensors, needs_grad)
+
+
+def _joined_to_graph(value: Any) -> Any:
+    """Return what to send of ``value`` inside an autograd context.
+
+    A Parameter is pickled as a new leaf, which would cut the graph. As an argument or result, or directly in
+    a tuple or list of them, it is sent as the tensor it is; a module that is sent keeps its Parameters.
+    """
+    kind = type(value)
+    if kind is torch.nn.Parameter:
+        return value.as_subclass(torch.Tensor)
+    if kind in (tuple, list) and any(type(item) is torch.nn.Parameter for item in value):
+        return kind(
+            item.as_subclass(torch.Tensor) if type(item) is torch.nn.Parameter else item for item in value
+        )
+    return value

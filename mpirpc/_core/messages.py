@@ -182,11 +182,10 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class BackwardAck:
-    """The work set off by your message that wanted an acknowledgement is over. ``count`` is always 1."""
+    """The work set off by your message that wanted an acknowledgement is over."""
 
     context_id: int
     pass_id: PassId
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ memory share one, so that they share memory at the receiver too; a view sends on
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -188,7 +189,8 @@ def _plan_storages(tensors: Sequence[torch.Tensor]) -> list[_Storage]:
         tensor = on_host[position]
         start, nbytes = tensor.data_ptr(), _span(tensor) * tensor.element_size()
         last = groups[-1] if groups else None
-        if last is not None and nbytes and start < last.address + last.nbytes:
+        overlaps = last is not None and nbytes and start < last.address + last.nbytes
+        if last is not None and overlaps and _memory_of(tensor) == _memory_of(last.tensors[0][1]):
             last.nbytes = max(last.nbytes, start + nbytes - last.address)
             last.tensors.append((position, tensor))
         else:
@@ -211,10 +213,16 @@ def _aligned(group: _Storage) -> _Storage:
     to 16 at least, so moving down by less stays inside.
     """
     if any((t.data_ptr() - group.address) % t.element_size() for _, t in group.tensors):
-        excess = group.address % 16
+        excess = (group.address - _memory_of(group.tensors[0][1])[0]) % 16
         group.address -= excess
         group.nbytes += excess
     return group
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and size of a tensor's whole memory; two made from one numpy array may differ in it."""
+    memory = tensor.untyped_storage()
+    return memory.data_ptr(), memory.nbytes()
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -278,7 +286,9 @@ class Incoming:
         """
         try:
             return self._decode_body()
-        except (struct.error, ValueError, IndexError, TypeError) as error:
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # damaged bytes make struct, torch and others complain, each in its way
             raise RemoteProtocolError(f"a message does not fit the layout: {error}") from error
 
     def _decode_body(self) -> tuple[Body, list[bool]]:
@@ -313,16 +323,20 @@ def frame_sizes(head: bytearray) -> list[int]:
         )
     magic, _, _, num_storages, _, _, _ = _PREFIX.unpack_from(head)
     if magic != MAGIC:
-        raise RemoteProtocolError(
-            f"a message begins with {magic:#06x}, this version of mpirpc with {MAGIC:#06x}",
-            "run the same version of mpirpc on every rank",
-        )
+        raise _other_version(magic)
     if not num_storages:
         return []
     if len(head) < _PREFIX.size + 8 * num_storages:
         raise RemoteProtocolError(f"a message of {len(head)} bytes cannot list {num_storages} storages")
     sizes = struct.unpack_from(f"<{num_storages}Q", head, _PREFIX.size)
     return [size ^ FRAME_BIT for size in sizes if size & FRAME_BIT]
+
+
+def _other_version(magic: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"a message begins with {magic:#06x}, this version of mpirpc with {MAGIC:#06x}",
+        "run the same version of mpirpc on every rank",
+    )
 
 
 def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
@@ -332,7 +346,9 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
         RemoteProtocolError: The bytes do not fit the layout, or the kind is unknown.
     """
     try:
-        _, kind, _, num_storages, num_forks, num_tensors, payload_nbytes = _PREFIX.unpack_from(head)
+        magic, kind, _, num_storages, num_forks, num_tensors, payload_nbytes = _PREFIX.unpack_from(head)
+        if magic != MAGIC:
+            raise _other_version(magic)
         at = _PREFIX.size
         sizes = struct.unpack_from(f"<{num_storages}Q", head, at) if num_storages else ()
         at += 8 * num_storages
@@ -370,15 +386,21 @@ class _Storages:
     def tensor(self, part: tuple[int, ...], numbers: tuple[int, ...]) -> torch.Tensor:
         code, flags, ndim, device, index, offset = part
         dtype, shape, memory = _DTYPES[code], numbers[:ndim], self._memory[index]
+        if dtype is None:
+            raise RemoteProtocolError(f"torch {torch.__version__} has no {_DTYPE_NAMES[code]} tensors")
         if flags & _WHOLE and isinstance(memory, tuple):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes != memory[1]:  # before any memory is taken
+                raise RemoteProtocolError(f"a tensor of {nbytes} bytes came with {memory[1]} bytes")
             tensor = torch.empty(shape, dtype=dtype)
-            if tensor.nbytes != memory[1]:
-                raise RemoteProtocolError(f"a tensor of {tensor.nbytes} bytes came with {memory[1]} bytes")
             ctypes.memmove(tensor.data_ptr(), self._address + memory[0], memory[1])
         else:
-            tensor = torch.empty(0, dtype=dtype)
             strides = _contiguous_strides(shape) if flags & _CONTIGUOUS else numbers[ndim:]
-            tensor.set_(self._materialize(index).untyped_storage(), offset, shape, strides)
+            storage = self._materialize(index).untyped_storage()
+            end = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            if 0 not in shape and end * dtype.itemsize > storage.nbytes():  # set_ would make it larger
+                raise RemoteProtocolError(f"a tensor ends {end * dtype.itemsize} bytes into {storage.nbytes()}")
+            tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
         return tensor if device == HOST else tensor.to(device_from_code(device))
 
     def _materialize(self, index: int) -> torch.Tensor:
