@@ -369,7 +369,5 @@ def _joined_to_graph(value: Any) -> Any:
     if kind is torch.nn.Parameter:
         return value.as_subclass(torch.Tensor)
     if kind in (tuple, list) and any(type(item) is torch.nn.Parameter for item in value):
-        return kind(
-            item.as_subclass(torch.Tensor) if type(item) is torch.nn.Parameter else item for item in value
-        )
+        return kind(map(_joined_to_graph, value))
     return value
