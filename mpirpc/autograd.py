@@ -35,7 +35,6 @@ class context:
     def __enter__(self) -> int:
         self._engine = get_current().autograd
         self._context_id = self._engine.new_context()
-        self._engine.current_context_id = self._context_id
         return self._context_id
 
     def __exit__(
@@ -63,7 +62,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     Thread: any.   Progress: drives it.
     """
     engine: AutogradEngine = get_current().autograd
-    engine.backward(context_id, list(roots), retain_graph)
+    engine.backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ class RpcBackendOptions:
     def __init__(
         self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT, init_method: str = DEFAULT_INIT_METHOD
     ) -> None:
-        if not isinstance(rpc_timeout, (int, float)) or isinstance(rpc_timeout, bool) or rpc_timeout < 0:
+        if not isinstance(rpc_timeout, (int, float)) or isinstance(rpc_timeout, bool) or not rpc_timeout >= 0:
             raise ConfigurationError(
                 f"rpc_timeout={rpc_timeout!r} is not a time limit",
                 "give seconds, 0 for no limit",
@@ -93,7 +93,7 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         self.spin_time = _real("spin_time", spin_time, 2e-3, low=0)
         self.idle_sleep = _real("idle_sleep", idle_sleep, 2e-3, low=1e-5)
         self.comm = comm
-        self.devices = [torch.device(device) for device in devices or ()]
+        self.devices = [_device(device) for device in devices or ()]
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         for worker, device_map in (device_maps or {}).items():
             self.set_device_map(worker, device_map)
@@ -106,7 +106,7 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         """
         mine = dict(self.device_maps.get(to, {}))
         for here, there in device_map.items():
-            source, target = torch.device(here), torch.device(there)
+            source, target = _device(here), _device(there)
             if mine.get(source, target) != target:
                 raise ConfigurationError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target}, "
@@ -119,11 +119,18 @@ class MPIRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[DeviceLike]) -> None:
         """Name the CUDA devices that this worker uses."""
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = [_device(device) for device in devices]
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "comm"}
         return f"MPIRpcBackendOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _device(given: DeviceLike) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"{given!r} is not a device", "write for example 'cuda:0'") from error
 
 
 def tasks_started_by_srun() -> int:

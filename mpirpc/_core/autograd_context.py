@@ -46,7 +46,7 @@ class RecvRecord:
     node: Node
     """The recv function that made them."""
     edges: tuple[GradientEdge | None, ...]
-    """One per tensor of the message that requires grad; None if it is the same object as an earlier one."""
+    """One per tensor of the message that requires grad; None if it is the same object as a later one."""
 
 
 class AutogradContext:

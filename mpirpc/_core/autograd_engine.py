@@ -239,8 +239,8 @@ class AutogradEngine:
         flagged = [t for t, flag in zip(tensors, needs_grad, strict=True) if flag]
         if not flagged or not autograd_message_id or context_id not in self._contexts:
             return tensors
-        # The same object twice is connected once; its gradient goes to the first place.
-        places = {id(t): place for place, t in reversed(list(enumerate(flagged)))}
+        # The same object twice is connected once; its gradient goes to the last of its places.
+        places = {id(t): place for place, t in enumerate(flagged)}
         order = sorted(places.values())
         node, connected = connect([flagged[place] for place in order])
         fresh = dict(zip(order, connected, strict=True))

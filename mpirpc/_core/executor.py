@@ -213,10 +213,11 @@ class Executor:
         if is_deputy:
             self._watch(goal)
             return True
-        if not goal.park(SPARE_LIFE):
-            with self._lock:
-                if goal in self._spare:
-                    self._spare.remove(goal)
+        woken = goal.park(SPARE_LIFE)
+        with self._lock:
+            if goal in self._spare:  # not called: an old wake-up, left from leading, or none in all that time
+                self._spare.remove(goal)
+                if not woken:
                     raise _Retired
         return False
 

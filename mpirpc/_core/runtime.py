@@ -19,7 +19,7 @@ from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_store import RRefStore
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
-from mpirpc.errors import LocalProtocolError, RpcTimeoutError, RRefError
+from mpirpc.errors import LocalProtocolError, NotInitializedError, RpcTimeoutError, RRefError
 from mpirpc.options import MPIRpcBackendOptions
 from mpirpc.rref import RRef
 
@@ -191,6 +191,7 @@ class Runtime:
 
     def _stop(self, graceful: bool) -> None:
         self.is_running = False
+        self.autograd.close(NotInitializedError("a backward pass was under way when RPC was shut down"))
         self.agent.stop("mpirpc.shutdown was called", graceful)
 
     # --- looking in ---

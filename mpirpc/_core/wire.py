@@ -397,9 +397,10 @@ class _Storages:
         else:
             strides = _contiguous_strides(shape) if flags & _CONTIGUOUS else numbers[ndim:]
             storage = self._materialize(index).untyped_storage()
-            end = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            if 0 not in shape and end * dtype.itemsize > storage.nbytes():  # set_ would make it larger
-                raise RemoteProtocolError(f"a tensor ends {end * dtype.itemsize} bytes into {storage.nbytes()}")
+            last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            end = (last + 1) * dtype.itemsize
+            if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
+                raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
             tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
         return tensor if device == HOST else tensor.to(device_from_code(device))
 

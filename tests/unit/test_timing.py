@@ -1,0 +1,73 @@
+"""Unit tests for mpirpc._core.timing: no test here lets time pass, it is handed in."""
+
+import pytest
+
+from mpirpc._core import timing
+from mpirpc._core.timing import UNLIMITED, Backoff, deadline_after
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(timing, "monotonic", lambda: 100.0)
+
+
+@pytest.fixture
+def yields(monkeypatch):
+    """How often the thread gave its core away without sleeping."""
+    calls = []
+    monkeypatch.setattr(timing.os, "sched_yield", lambda: calls.append(1))
+    return calls
+
+
+def test_deadline_is_now_and_the_timeout(clock):
+    assert deadline_after(2.5) == 102.5
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0])
+def test_zero_means_no_limit(clock, timeout):
+    assert deadline_after(timeout) == UNLIMITED
+
+
+def test_infinite_timeout(clock):
+    assert deadline_after(float("inf")) == UNLIMITED
+
+
+def test_backoff_does_not_sleep_at_first(yields):
+    sleeps = []
+    backoff = Backoff(spin=1.0, longest=5.0)
+    for now in (10.0, 10.5, 10.999):
+        backoff.pause(now, sleeps.append)
+    assert (len(yields), sleeps) == (3, [])
+
+
+def test_backoff_then_sleeps_in_proportion_up_to_its_limit(yields):
+    sleeps = []
+    backoff = Backoff(spin=1.0, longest=5.0)
+    for now in (10.0, 11.0, 26.0, 1000.0):
+        backoff.pause(now, sleeps.append)
+    assert sleeps == [1.0 / 16, 1.0, 5.0]
+
+
+def test_one_sleep_may_be_shorter(yields):
+    sleeps = []
+    backoff = Backoff(spin=1.0, longest=5.0)
+    backoff.pause(10.0, sleeps.append)
+    backoff.pause(1000.0, sleeps.append, longest=0.25)
+    backoff.pause(1000.0, sleeps.append)
+    assert sleeps == [0.25, 5.0]
+
+
+def test_reset_begins_again(yields):
+    sleeps = []
+    backoff = Backoff(spin=1.0, longest=5.0)
+    backoff.pause(10.0, sleeps.append)
+    backoff.reset()
+    backoff.pause(1000.0, sleeps.append)
+    backoff.pause(1001.0, sleeps.append)
+    assert (len(yields), sleeps) == (2, [1.0 / 16])
+
+
+def test_without_spinning_it_sleeps_at_once(yields):
+    sleeps = []
+    Backoff(spin=0.0, longest=5.0).pause(10.0, sleeps.append)
+    assert (yields, sleeps) == ([], [0.0])
