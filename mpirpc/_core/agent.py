@@ -324,7 +324,7 @@ class Agent:
     def is_quiet(self) -> bool:
         """Say whether nothing is pending, running or queued here."""
         engine = self.engine
-        return not (self._pending or self.executor.num_running or engine.works or engine.chores)
+        return not (self._pending or self.executor.is_busy or engine.works or engine.urgent or engine.chores)
 
     def stop(self, why: str, graceful: bool) -> None:
         """End: refuse new requests, fail those pending, stop the threads, close the transport."""

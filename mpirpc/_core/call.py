@@ -280,9 +280,9 @@ class Calls:
             self._respond(source, request.request_id, context_id, None, value.value, value.error)
 
         if value.ready.done:
-            self.agent.engine.works.append(answer)
+            self.agent.engine.urgent.append(answer)
         else:
-            self.store.when_ready(value, lambda: self.agent.executor.submit(answer))
+            self.store.when_ready(value, lambda: self.agent.executor.submit_urgent(answer))
 
     # --- caller: finish ---
 
@@ -311,7 +311,7 @@ class Calls:
 
         def on_done(pending: Pending) -> None:
             if future._has_callbacks and not self.agent.is_closed:
-                self.agent.executor.submit(lambda: self._fulfil(future, pending))
+                self.agent.executor.submit_urgent(lambda: self._fulfil(future, pending))
             else:
                 self._fulfil(future, pending)
 

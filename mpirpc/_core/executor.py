@@ -7,6 +7,9 @@ itself: no switch of threads. If that takes longer than :data:`PATIENCE`, the de
 deputy that finds the same leader at rest for a while parks until it is needed ("cold"), so that an idle
 worker has one thread that wakes up.
 
+*Urgent* works (finishing futures, answering fetches, steps of a backward pass) are not calls: they run
+whatever else runs, so that no call can keep away what another one waits for.
+
 A thread that waits inside a call (for another call, say) does not count against ``num_threads``: nested calls
 of any depth cannot use the pool up.
 """
@@ -60,8 +63,8 @@ class Executor:
     """A pool of threads that serves one progress engine.
 
     Args:
-        engine: Its ``works`` are run here; its ``on_vacant`` and ``on_works`` are set here.
-        num_threads: How many works may run at one time, those that wait not counted.
+        engine: Its ``works`` and ``urgent`` are run here; its ``on_vacant`` and ``on_works`` are set here.
+        num_threads: How many works may run at one time, not counting those that wait and urgent ones.
         name: For the threads' names.
         prepare: Called first on every new thread.
     """
@@ -71,11 +74,13 @@ class Executor:
         self._num_threads = num_threads
         self._name = name
         self._prepare = prepare
-        self._lock = threading.Lock()  # around the five below
+        self._lock = threading.Lock()  # around what follows
         self._threads: dict[int, threading.Thread] = {}  # by ident: all that live
         self._spare: list[_ThreadGoal] = []  # parked without a task
         self._deputy: _ThreadGoal | None = None
-        self._num_running = 0  # works being run and not waiting
+        self._num_running = 0  # works being run, without urgent ones and those that wait
+        self._counts: dict[int, int] = {}  # by thread that runs a work: 1 if the work counts, 0 if urgent
+        self._num_busy = 0  # works of any kind being run
         self._num_made = 0
         self._deputy_is_cold = False
         self._num_started = 0  # works begun so far
@@ -87,6 +92,11 @@ class Executor:
     def num_running(self) -> int:
         """Works being run now, those that wait not counted."""
         return self._num_running
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a work of any kind is being run, or waits inside."""
+        return self._num_busy > 0
 
     @property
     def num_threads_alive(self) -> int:
@@ -102,9 +112,17 @@ class Executor:
         self._engine.works.append(work)
         self._wake_one()
 
+    def submit_urgent(self, work: Work) -> None:
+        """Run ``work`` on an executor thread, soon, however many works run. Thread: any."""
+        self._engine.urgent.append(work)
+        self._wake_one()
+
     def has_task(self) -> bool:
         """Say whether a leading executor thread must stop: there is a work it may run, or the end came."""
-        return self._stopping or (bool(self._engine.works) and self._num_running < self._num_threads)
+        engine = self._engine
+        return bool(
+            self._stopping or engine.urgent or (engine.works and self._num_running < self._num_threads)
+        )
 
     def owns_this_thread(self) -> bool:
         """Say whether the calling thread is an executor thread."""
@@ -135,14 +153,13 @@ class Executor:
     def begin_wait(self) -> None:
         """Note that this executor thread waits: another work may run in its place."""
         with self._lock:
-            self._num_running -= 1
-        if self._engine.works:
-            self._wake_one()
+            self._num_running -= self._counts.get(threading.get_ident(), 0)
+        self._wake_one()
 
     def end_wait(self) -> None:
         """Note that this executor thread runs on."""
         with self._lock:
-            self._num_running += 1
+            self._num_running += self._counts.get(threading.get_ident(), 0)
 
     # --- threads ---
 
@@ -178,12 +195,20 @@ class Executor:
                 self._threads.pop(threading.get_ident(), None)
 
     def _take_work(self) -> Work | None:
+        """Return a work that may run now, if there is one."""
+        engine = self._engine
         with self._lock:
-            if not self._engine.works or self._num_running >= self._num_threads:
+            if engine.urgent:
+                work, counts = engine.urgent.popleft(), 0
+            elif engine.works and self._num_running < self._num_threads:
+                work, counts = engine.works.popleft(), 1
+            else:
                 return None
-            self._num_running += 1
+            self._num_busy += 1
+            self._num_running += counts
+            self._counts[threading.get_ident()] = counts
             self._num_started += 1
-            return self._engine.works.popleft()
+            return work
 
     def _run_work(self, work: Work) -> None:
         if self._deputy is None or self._deputy_is_cold:
@@ -194,7 +219,8 @@ class Executor:
             log.exception("a work of the library failed; this is a bug in mpirpc")
         finally:
             with self._lock:
-                self._num_running -= 1
+                self._num_busy -= 1
+                self._num_running -= self._counts.pop(threading.get_ident())
 
     # --- standing by ---
 
@@ -263,6 +289,6 @@ class Executor:
 
     def _wake_one(self) -> None:
         """A work waits and this thread will not run it."""
-        if self._num_running < self._num_threads:
+        if self.has_task():
             self._engine.wake()
             self._call_deputy()

@@ -77,12 +77,11 @@ class ProgressEngine:
         self, transport: Transport, handle: Callable[[Arrival], None], spin_time: float, idle_sleep: float
     ) -> None:
         self.transport = transport
-        self.works: deque[Callable[[], None]] = (
-            deque()
-        )  # user code to run; handlers add, executor threads take
-        self.chores: deque[tuple[Callable[[Any], None], Any]] = (
-            deque()
-        )  # finalizers add, the leader carries out
+        # user code to run; handlers add, executor threads take. What must not wait for calls to end is urgent
+        self.works: deque[Callable[[], None]] = deque()
+        self.urgent: deque[Callable[[], None]] = deque()
+        # what finalizers left to do, with its argument; the leader carries it out
+        self.chores: deque[tuple[Callable[[Any], None], Any]] = deque()
         self.num_leads = 0  # how often a thread has taken the lead; a lasting lead leaves it as it is
         self.on_vacant: Callable[[], None] = lambda: None  # nobody waits and the lead is free
         self.on_works: Callable[[], None] = lambda: None  # a waiting thread received works it may not run
@@ -138,7 +137,7 @@ class ProgressEngine:
                 self.transport.post_send(dest, message)
             except Exception as error:
                 if message.on_failed is not None:
-                    self.works.append(partial(message.on_failed, error))
+                    self.urgent.append(partial(message.on_failed, error))
 
     # --- polling ---
 
@@ -163,7 +162,7 @@ class ProgressEngine:
     def _fail(self, error: TransportError) -> None:
         if self.failure is None:
             self.failure = error
-            self.works.append(lambda: self.on_failure(error))
+            self.urgent.append(lambda: self.on_failure(error))
 
     def try_lead(self) -> bool:
         """Take the lead if it is free."""
@@ -215,7 +214,7 @@ class ProgressEngine:
             except IndexError:
                 break
             chore(argument)
-        if self.works and not takes_works:
+        if (self.works or self.urgent) and not takes_works:
             self.on_works()
 
     def _ring(self, now: float) -> None:

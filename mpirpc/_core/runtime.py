@@ -50,7 +50,7 @@ class _AutogradPorts:
         self.rank = agent.rank
         self._agent = agent
         self.describe = agent.describe
-        self.start = agent.executor.submit
+        self.start = agent.executor.submit_urgent
         self.dump_error = dump_error
 
     def send(self, dest: int, message: Message, body: Body | None = None) -> None:

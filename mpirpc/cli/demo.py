@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -360,9 +360,9 @@ class _Lines:
 class _Bar(_Lines):
     """Progress as a bar, for terminals."""
 
-    def __init__(self, num_epochs: int) -> None:
+    def __init__(self, num_epochs: int, terminal: TextIO) -> None:
         super().__init__(num_epochs)
-        self._bar = tqdm(total=num_epochs, unit="epoch")
+        self._bar = tqdm(total=num_epochs, unit="epoch", file=terminal)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
@@ -373,8 +373,9 @@ class _Bar(_Lines):
 
 
 def _make_progress(num_epochs: int) -> _Lines:
-    attached = sys.stdout.isatty() and sys.stderr.isatty()
-    return _Bar(num_epochs) if attached and tqdm is not None else _Lines(num_epochs)
+    # Open MPI gives ranks a terminal for standard output only, MPICH for neither.
+    terminals = [stream for stream in (sys.stderr, sys.stdout) if stream.isatty()]
+    return _Bar(num_epochs, terminals[0]) if terminals and tqdm is not None else _Lines(num_epochs)
 
 
 def _print_totals(workers: list[rpc.WorkerInfo], seconds: float) -> None:
