@@ -15,7 +15,7 @@ from mpirpc._core.runtime import Runtime
 from mpirpc.backend_registry import BackendType, init_backend
 from mpirpc.errors import ConfigurationError
 from mpirpc.options import RpcBackendOptions
-from mpirpc.rref import UNSET_TIMEOUT, RRef
+from mpirpc.rref import UNSET_TIMEOUT, RRef, check_timeout
 
 __all__ = [
     "WorkerInfo",
@@ -198,10 +198,7 @@ def _prepare(
     """Check what the three ways to call have in common: the callee's rank, the call, the limit."""
     if not callable(func):
         raise TypeError(f"func={func!r} is not callable: function should be callable")
-    if timeout == UNSET_TIMEOUT:
-        timeout = runtime.options.rpc_timeout
-    elif not timeout >= 0:
-        raise ConfigurationError(f"timeout={timeout!r} is not a time limit", "give seconds, 0 for no limit")
+    timeout = check_timeout(timeout, runtime.options.rpc_timeout)
     dest = runtime.agent.find_worker(to).id
     return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), timeout
 

@@ -10,11 +10,12 @@ import torch
 from mpirpc._core.agent import Pending, WorkerInfo
 from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current
+from mpirpc._core.error_transfer import fresh
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_FORK, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue
 from mpirpc._core.timing import deadline_after
-from mpirpc.errors import AutogradError, RpcTimeoutError, RRefError
+from mpirpc.errors import AutogradError, ConfigurationError, RpcTimeoutError, RRefError
 
 __all__ = ["RRef", "RRefProxy"]
 
@@ -22,6 +23,19 @@ T = TypeVar("T")
 
 UNSET_TIMEOUT = -1.0
 """Means: the group's default limit."""
+
+
+def check_timeout(timeout: float, default: float) -> float:
+    """Return the limit of a call in seconds; 0 means none.
+
+    Raises:
+        ConfigurationError: It is negative or no number.
+    """
+    if timeout == UNSET_TIMEOUT:
+        return default
+    if not timeout >= 0:
+        raise ConfigurationError(f"timeout={timeout!r} is not a time limit", "give seconds, 0 for no limit")
+    return timeout
 
 
 class RRef(Generic[T]):
@@ -145,7 +159,7 @@ class RRef(Generic[T]):
                 worker=str(self.owner()),
             )
         if place.error is not None:
-            raise place.error
+            raise fresh(place.error)
         value: T = place.value
         return value
 
@@ -176,10 +190,10 @@ class RRef(Generic[T]):
         """Raise the error of a creating call that never got to its owner, or timed out."""
         creation = self._creation
         if creation is not None and creation.done and creation.error is not None:
-            raise creation.error
+            raise fresh(creation.error)
 
     def _limit(self, timeout: float) -> float:
-        return self._calls.agent.options.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
+        return check_timeout(timeout, self._calls.agent.options.rpc_timeout)
 
     # --- calls of the value's methods ---
 

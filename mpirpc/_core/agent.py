@@ -184,6 +184,11 @@ class Agent:
         outgoing.on_failed = on_failed
         self.engine.submit(dest, outgoing)
 
+    def check_open(self) -> None:
+        """Raise NotInitializedError if the group has ended here."""
+        if self._closed_because:
+            raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
+
     def request(self, message: Message, body: Body | None, pending: Pending) -> None:
         """Send a message whose response, error or timeout ends ``pending``.
 
@@ -193,8 +198,7 @@ class Agent:
             NotInitializedError: The group is being shut down.
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
-        if self._closed_because:
-            raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
+        self.check_open()
         outgoing = wire.encode(message, body, self.options.eager_limit, self._device_maps.get(pending.dest))
         if self.engine.transport.unfinished_nbytes(pending.dest) > self.options.max_unfinished_nbytes:
             limit = _BelowLimit(self.engine.transport, pending.dest, self.options.max_unfinished_nbytes)

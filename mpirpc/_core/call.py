@@ -19,7 +19,7 @@ import torch
 from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, Pending, name_of
 from mpirpc._core.autograd_engine import AutogradEngine
-from mpirpc._core.error_transfer import dump_error, load_error
+from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
@@ -86,6 +86,7 @@ class Calls:
         Raises:
             SerializationError: Something cannot be pickled; nothing was sent.
         """
+        self.agent.check_open()  # before RRefs of a group that has ended are forked
         pending = Pending(self.agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
         context_id = self.autograd.current_context_id
@@ -241,7 +242,7 @@ class Calls:
         """Answer a call: with its result, or, if it made an RRef's value, with the news that there is one."""
         try:
             if value is not None:
-                self.store.set_value(value, result, error)
+                self.store.set_value(value, result, kept(error) if error is not None else None)
                 result = None
             if error is None:
                 error = self._send_result(source, request_id, context_id, result)
@@ -289,7 +290,7 @@ class Calls:
     def finish_call(self, pending: Pending) -> Any:
         """Return the result of a call that is over, or raise its error. Thread: any; runs user code."""
         if pending.error is not None:
-            raise pending.error
+            raise fresh(pending.error)
         incoming = pending.incoming
         if incoming is None:
             raise InternalError(f"request {pending.request_id} is over without a response")

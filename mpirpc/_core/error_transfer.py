@@ -7,8 +7,10 @@ one section a hop, what came from further workers. An exception that cannot be r
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpirpc._core.messages import Body
@@ -61,6 +63,43 @@ def load_error(body: Body, worker: str, doing: str = "") -> BaseException:
     return error
 
 
+def kept(error: BaseException) -> BaseException:
+    """Return what to keep of an exception: a copy without frames, its traceback as text.
+
+    An exception collects the frames it is raised through, with all their variables: RRefs, tensors. One that
+    is kept (by a future, in place of an RRef's value) would keep them alive; so keep this, and raise
+    :func:`fresh`.
+    """
+    if error.__traceback__ is None and isinstance(error.__cause__, (RemoteTraceback, type(None))):
+        return error
+    copied = _copy(error)
+    copied.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
+    return copied
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Return a copy of a kept exception, to be raised."""
+    copied = _copy(error)
+    if error.__cause__ is not None:
+        copied.__cause__ = error.__cause__
+    return copied
+
+
+def _copy(error: BaseException) -> BaseException:
+    for build in (copy.copy, _copy_without_init):
+        try:
+            copied = build(error)
+        except Exception:  # its constructor wants other arguments: try the next way
+            continue
+        if type(copied) is type(error):
+            return copied
+    return error
+
+
+def _copy_without_init(error: BaseException) -> BaseException:
+    return _without_init((type(error), error.args, vars(error)))
+
+
 def _rebuild(parts: _Parts) -> BaseException | None:
     for data, build in ((parts.pickled, _as_it_is), (parts.by_parts, _without_init)):
         if data is None:
@@ -78,7 +117,7 @@ def _as_it_is(error: Any) -> Any:
     return error
 
 
-def _without_init(found: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]) -> BaseException:
+def _without_init(found: tuple[type[BaseException], tuple[Any, ...], Mapping[str, Any]]) -> BaseException:
     """Rebuild an exception whose constructor wants other arguments than those in ``args``."""
     kind, args, state = found
     error = kind.__new__(kind, *args)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpirpc._core.agent import Agent, Pending
+from mpirpc._core.error_transfer import fresh, kept
 from mpirpc._core.progress import Waiter
 
 T = TypeVar("T")
@@ -54,6 +55,20 @@ class Future(torch.futures.Future[T]):
             else:
                 self._agent.wait(waiter)
         return super().wait()
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch says T
+        """Fail with an exception; each ``wait`` raises a copy of it. Thread: any.
+
+        torch's own raises the same object each time, which then holds the frames of everyone who waited, out
+        of the garbage collector's sight.
+        """
+        error = kept(result)
+
+        def raise_error(_: Any) -> None:
+            raise fresh(error)
+
+        self._set_unwrap_func(raise_error)
+        self.set_result(error)  # type: ignore[arg-type]  # seen by raise_error only
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """Return a future of ``callback(self)``, called when this one is done.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mpirpc._core.messages import Body, ForkDescriptor
-from mpirpc._core.wire import has_dtype
+from mpirpc._core.tensor_layout import has_dtype
 from mpirpc.errors import SerializationError
 
 try:
@@ -273,7 +273,7 @@ def _travels_raw(tensor: torch.Tensor) -> bool:
     """Say whether the tensor can travel as plain bytes; others go through torch's own pickling."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

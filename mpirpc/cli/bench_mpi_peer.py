@@ -1,7 +1,7 @@
-"""The raw MPI side of ``bench``: ping-pong with mpi4py alone, the floor under every call; and facts about MPI.
+"""The raw MPI side of ``bench``: ping-pong with mpi4py alone, the floor under every call; facts about MPI.
 
-The only file of the command that imports mpi4py. Ping-pong runs between ranks 0 and 1 on a communicator of its
-own, while mpirpc is idle; rank 1 takes part in a call by mpirpc, which needs ``MPI_THREAD_MULTIPLE``.
+The only file of the command that imports mpi4py. Ping-pong runs between ranks 0 and 1 on a communicator of
+its own, while mpirpc is idle; rank 1 plays its part inside a call, which needs ``MPI_THREAD_MULTIPLE``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from mpi4py.futures import MPICommExecutor
 
 import mpirpc as rpc
 from mpirpc.cli import bench_work
@@ -101,7 +102,7 @@ class RawMPI:
     """
 
     def __init__(self, fresh: bool) -> None:
-        self.name = "mpi4py fresh" if fresh else "mpi4py"
+        self.name = "fresh" if fresh else "mpi4py"
         self._fresh = fresh
 
     def can(self, work: str) -> bool:
@@ -162,9 +163,8 @@ def measure_futures(count: int, burst: int) -> dict[str, list[float]]:
     Returns:
         By measurement, seconds a call; filled at rank 0 only.
     """
-    from mpi4py.futures import MPICommExecutor
-
     samples: dict[str, list[float]] = {"noop": [], "burst": []}
+    executor: Any  # None on the other ranks, which work until rank 0 leaves
     with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
         if executor is None:
             return samples

@@ -1,8 +1,8 @@
 """The sides that ``bench`` compares: mpirpc itself, and torch's RPC in processes of its own.
 
 A side measures when it is told to and is quiet otherwise. TensorPipe's threads look for work all the time, so
-the processes of that side are stopped (SIGSTOP) while another side is measured; an idle mpirpc worker is quiet
-by itself.
+the processes of that side are stopped (SIGSTOP) while another side is measured; an idle mpirpc worker is
+quiet by itself.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TorchPeers:
     name = "torch"
 
     def __init__(self, cpus: Sequence[Sequence[int]]) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
+        self._log = tempfile.TemporaryFile()
         self._processes = [_start_peer(rank, len(cpus), own, self._log) for rank, own in enumerate(cpus)]
         try:
             self._collect()
@@ -193,7 +193,10 @@ def _start_peer(rank: int, size: int, cpus: Sequence[int], log: IO[bytes]) -> su
 
 
 def peer_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without a launcher's variables; modules are not looked for beside the program."""
+    """Return the environment of a process that no launcher started.
+
+    Python then does not look for modules beside the program either, where ours would hide others.
+    """
     kept = {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_VARIABLES)}
     return {**kept, "PYTHONSAFEPATH": "1"}
 

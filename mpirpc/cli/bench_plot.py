@@ -1,4 +1,4 @@
-"""The picture that ``bench --plot`` draws: how long a call with a tensor takes, and how many bytes a second pass.
+"""The picture that ``bench --plot`` draws: how long a call with a tensor takes, how many bytes a second pass.
 
 For readers who know neither mpirpc nor MPI: every line is named in words, axes have units that people use.
 """

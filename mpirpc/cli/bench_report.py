@@ -22,7 +22,7 @@ from mpirpc.cli.bench_rows import OURS, SIDES, Results, Row, Summary
 VERDICTS = {True: "yes", False: "NO", None: "?"}
 
 LEGEND = """\
-p50 is the median, p99 the 99th percentile. 'x' after a peer: how many times faster mpirpc is (below 1: slower).
+p50 is the median, p99 the 99th percentile; 'x' after a peer: how many times faster mpirpc is than that peer.
 msgs and bytes are MPI messages and bytes of one operation, both directions."""
 
 
@@ -140,10 +140,11 @@ def _about_text(about: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{about['date']}  {about['command']}",
-            f"{about['cpu']}, {about['cores']} cores, {'/'.join(map(str, cores))} usable by a rank, load "
-            f"{about['load_average_at_start']} before the start; {about['ranks']} ranks on {about['nodes']} node(s)",
-            f"{about['mpi']} (MPI {about['mpi_standard']}, thread level {about['thread_level']}), torch "
-            f"{about['torch']}, mpi4py {about['mpi4py']}, Python {about['python']}, mpirpc {about['mpirpc']}{commit}",
+            f"{about['ranks']} ranks on {about['nodes']} node(s): {about['cpu']}, {about['cores']} cores, "
+            f"{'/'.join(map(str, cores))} usable by a rank; load before {about['load_average_at_start']}",
+            f"{about['mpi']} (MPI {about['mpi_standard']}, thread level {about['thread_level']}), "
+            f"mpi4py {about['mpi4py']}, torch {about['torch']}, Python {about['python']}, "
+            f"mpirpc {about['mpirpc']}{commit}",
         ]
     )
 

@@ -19,11 +19,12 @@ ENOUGH_FOR_P99 = 100
 BURST = 1000
 NUM_HOPS = 8
 SHORT_SWITCH = 1e-4
-"""Seconds between two thread switches, ``sys.setswitchinterval``, in the row that shortens them; 5e-3 is usual."""
+"""``sys.setswitchinterval`` of the callee, in seconds, in the row that shortens it; Python's own is 5e-3."""
 
-OURS, TORCH, RAW, RAW_FRESH, FUTURES = "mpirpc", "torch", "mpi4py", "mpi4py fresh", "mpi4py.futures"
+OURS, TORCH, RAW, RAW_FRESH, FUTURES = "mpirpc", "torch", "mpi4py", "fresh", "futures"
 SIDES = (OURS, TORCH, RAW, RAW_FRESH, FUTURES)
-"""Every name that a column can have, in their order."""
+"""Every name that a column can have, in their order: ``mpi4py`` is ping-pong into reused buffers, ``fresh`` the
+same into new memory each time, ``futures`` is ``mpi4py.futures``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ def _busy_rows() -> list[Row]:
         Row("no-op, caller busy", "busy", {"where": "caller", "switch_interval": 0.0}),
         Row("no-op, callee busy", "busy", usual, targets=(times_faster(1, TORCH),)),
         Row(
-            "no-op, callee busy, short switch interval",
+            f"no-op, callee busy, {SHORT_SWITCH * 1e3:g} ms switches",
             "busy",
             short,
             peer_parameters=usual,

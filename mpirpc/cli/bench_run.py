@@ -1,7 +1,7 @@
-"""How ``bench`` takes its figures: sides by turns in small blocks, so that what the machine does hits all alike.
+"""How ``bench`` takes its figures: sides by turns in small blocks, so that drift hits all alike.
 
-A *block* is some repeats of one measurement on one side. Every side gets the same time, not the same number of
-repeats; in each round the side that begins is another.
+A *block* is some repeats of one measurement on one side. Every side gets the same time, not the same number
+of repeats; in each round the side that begins is another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTLE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: ``rounds`` blocks a side, of ``block_time`` seconds each where repeats are many."""
+    """How much is measured: ``rounds`` blocks a side, of about ``block_time`` seconds each."""
 
     rounds: int
     block_time: float

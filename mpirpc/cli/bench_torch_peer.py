@@ -44,10 +44,12 @@ class Peer:
         work.install(work.Api(rpc, autograd, DistributedOptimizer, rank, size))
 
     def init(self, port: int) -> None:
+        """Join the group; rank 0 listens at ``port``."""
         options = rpc.TensorPipeRpcBackendOptions(
             rpc_timeout=RPC_TIMEOUT, init_method=f"tcp://127.0.0.1:{port}"
         )
-        rpc.init_rpc(
+        init_rpc: Any = rpc.init_rpc  # not annotated in torch
+        init_rpc(
             self._work.worker_name(self._rank),
             rank=self._rank,
             world_size=self._size,
@@ -55,15 +57,18 @@ class Peer:
         )
 
     def shutdown(self) -> None:
+        """Leave the group, together with the others."""
         rpc.shutdown()
 
     def cycle(self, port: int) -> float:
+        """Do both; return the seconds that it took."""
         start = time.perf_counter()
         self.init(port)
         self.shutdown()
         return time.perf_counter() - start
 
     def measure(self, **request: Any) -> Any:
+        """Run ``bench_work.measure``."""
         return self._work.measure(**request)
 
 

@@ -3,9 +3,9 @@
 Imports nothing of mpirpc: the processes of the torch peer load this file by its path, and must not start MPI.
 All that differs between the two libraries is in :class:`Api`, which :func:`install` puts in place.
 
-A *measurement* is a function ``(api, count, **parameters) -> Series`` in :data:`WORK`; it repeats one operation
-``count`` times, from rank 0 to rank 1 unless it says otherwise, and returns what each took. Whatever is called
-by RPC stands at module level and comes first.
+A *measurement* is a function ``(api, count, **parameters) -> Series`` in :data:`WORK`; it repeats one
+operation ``count`` times, from rank 0 to rank 1 unless it says otherwise, and returns what each took. What is
+called by RPC stands at module level and comes first.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -362,7 +363,9 @@ class _Bar(_Lines):
 
     def __init__(self, num_epochs: int, terminal: TextIO) -> None:
         super().__init__(num_epochs)
-        self._bar = tqdm(total=num_epochs, unit="epoch", file=terminal)
+        # A rank's terminal often does not know its size; tqdm would take that for no room at all.
+        columns, rows = shutil.get_terminal_size(fallback=(100, 24))
+        self._bar = tqdm(total=num_epochs, unit="epoch", file=terminal, ncols=columns, nrows=rows)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -1,0 +1,293 @@
+"""Tensors <-> bytes: which ranges of memory go into a message, and how each tensor lies in them.
+
+A *storage* here is a range of bytes that one or more tensors of the message cover. Tensors that overlap in
+memory share one, so that they share memory at the receiver too; a view sends only what it covers.
+
+Each tensor is described by dtype, flags, number of dimensions, device, storage and offset (in elements), then
+its sizes, then its strides unless it is contiguous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mpirpc._core.devices import HOST, DeviceMap, device_code, device_from_code
+from mpirpc.errors import RemoteProtocolError
+
+FRAME_BIT = 1 << 63
+"""Set in a storage's size if it travels as a frame of its own, behind the head."""
+
+_REQUIRES_GRAD, _CONTIGUOUS, _WHOLE = 1, 2, 4
+"""Tensor flags; WHOLE: contiguous, and the only tensor of its storage, from its first to its last byte."""
+
+_DTYPE_NAMES = (
+    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64"
+).split()
+"""Position is the number on the wire: append only."""
+
+_DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+
+_FIXED = struct.Struct("<BBBBIq")
+FIXED_NBYTES = _FIXED.size
+
+_KNOWN = 16
+_WITH_NUMBERS = [struct.Struct(f"{_FIXED.format}{count}q") for count in range(_KNOWN)]
+"""By number of sizes and strides: a whole description."""
+_NUMBERS = [struct.Struct(f"<{count}q") for count in range(_KNOWN)]
+
+
+def has_dtype(dtype: torch.dtype) -> bool:
+    """Say whether tensors of this dtype can travel as plain bytes."""
+    return dtype in _DTYPE_CODES
+
+
+# --- sending ---
+
+
+@dataclass(slots=True)
+class Laid:
+    """The tensors of a message, laid out.
+
+    Attributes:
+        sizes: Of each storage, in bytes, with FRAME_BIT if it has a frame.
+        inline: The bytes of each storage that has none.
+        frames: The others, as 1-dimensional uint8 tensors on their memory.
+        descriptions: Of each tensor.
+    """
+
+    sizes: list[int]
+    inline: list[bytes]
+    frames: list[torch.Tensor]
+    descriptions: list[bytes]
+
+
+def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None) -> Laid:
+    """Plan what to send of ``tensors``.
+
+    Copies: small storages; large ones only if they are strided with gaps, or on a device.
+    """
+    laid = Laid([], [], [], [b""] * len(tensors))
+    simple = _spans_if_simple(tensors)
+    if simple is not None:
+        for place, (tensor, (address, nbytes)) in enumerate(zip(tensors, simple, strict=True)):
+            _add_storage(laid, address, nbytes, tensor, eager_limit)
+            flags = _CONTIGUOUS | _WHOLE | tensor.requires_grad
+            laid.descriptions[place] = _pack(tensor.dtype, flags, tensor.dim(), HOST, place, 0, tensor.shape)
+        return laid
+    for index, storage in enumerate(_plan_storages(tensors)):
+        _add_storage(laid, storage.address, storage.nbytes, storage.tensors[0][1], eager_limit)
+        for place, tensor in storage.tensors:
+            code = device_code(tensors[place], device_map)
+            laid.descriptions[place] = _describe(tensor, code, index, storage, tensors[place].requires_grad)
+    return laid
+
+
+def _spans_if_simple(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Return address and size of each tensor, if all are contiguous, on the host and apart."""
+    spans = []
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+        spans.append((tensor.data_ptr(), tensor.nbytes))
+    if len(spans) > 1:
+        end = 0
+        for address, nbytes in sorted(spans):
+            if address < end:
+                return None
+            end = address + nbytes
+    return spans
+
+
+def _add_storage(laid: Laid, address: int, nbytes: int, tensor: torch.Tensor, eager_limit: int) -> None:
+    """Add a range of ``tensor``'s memory to what is sent."""
+    if nbytes <= eager_limit:
+        laid.inline.append(ctypes.string_at(address, nbytes))
+        laid.sizes.append(nbytes)
+        return
+    memory = tensor.untyped_storage()
+    frame = torch.empty(0, dtype=torch.uint8).set_(memory, address - memory.data_ptr(), (nbytes,), (1,))
+    laid.frames.append(frame)
+    laid.sizes.append(nbytes | FRAME_BIT)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A range of memory that goes on the wire, and the tensors in it with their place in the message."""
+
+    address: int
+    nbytes: int
+    tensors: list[tuple[int, torch.Tensor]]
+
+
+def _plan_storages(tensors: Sequence[torch.Tensor]) -> list[_Storage]:
+    """Find the ranges of memory to send: one per group of tensors that overlap."""
+    on_host = [t if t.is_cpu else t.detach().cpu() for t in tensors]
+    order = sorted(range(len(on_host)), key=lambda place: on_host[place].data_ptr())
+    groups: list[_Storage] = []
+    for place in order:
+        tensor = on_host[place]
+        start, nbytes = tensor.data_ptr(), _span(tensor) * tensor.element_size()
+        last = groups[-1] if groups else None
+        overlaps = last is not None and nbytes and start < last.address + last.nbytes
+        if last is not None and overlaps and _memory_of(tensor) == _memory_of(last.tensors[0][1]):
+            last.nbytes = max(last.nbytes, start + nbytes - last.address)
+            last.tensors.append((place, tensor))
+        else:
+            groups.append(_Storage(start, nbytes, [(place, tensor)]))
+    return [_alone(group) if len(group.tensors) == 1 else _aligned(group) for group in groups]
+
+
+def _alone(group: _Storage) -> _Storage:
+    """Pack a tensor that is alone in its storage and has gaps."""
+    place, tensor = group.tensors[0]
+    if tensor.is_contiguous() or _span(tensor) <= tensor.numel():
+        return group
+    packed = tensor.detach().contiguous()
+    return _Storage(packed.data_ptr(), packed.nbytes, [(place, packed)])
+
+
+def _aligned(group: _Storage) -> _Storage:
+    """Move the start down so that every tensor's offset is a whole number of its elements.
+
+    Views of one memory with element types of different size may start at odd places; allocations are aligned
+    to 16 at least, so moving down by less stays inside.
+    """
+    if any((t.data_ptr() - group.address) % t.element_size() for _, t in group.tensors):
+        excess = (group.address - _memory_of(group.tensors[0][1])[0]) % 16
+        group.address -= excess
+        group.nbytes += excess
+    return group
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and size of a tensor's whole memory; two made from one numpy array may differ in it."""
+    memory = tensor.untyped_storage()
+    return memory.data_ptr(), memory.nbytes()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from the first to the last of this tensor in memory."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _describe(tensor: torch.Tensor, device: int, index: int, storage: _Storage, requires_grad: bool) -> bytes:
+    offset = (tensor.data_ptr() - storage.address) // tensor.element_size() if tensor.numel() else 0
+    flags, numbers = _REQUIRES_GRAD if requires_grad else 0, tuple(tensor.shape)
+    if tensor.is_contiguous():
+        flags |= _CONTIGUOUS | (_WHOLE if len(storage.tensors) == 1 else 0)
+    else:
+        numbers += tensor.stride()
+    return _pack(tensor.dtype, flags, tensor.dim(), device, index, offset, numbers)
+
+
+def _pack(
+    dtype: torch.dtype, flags: int, ndim: int, device: int, index: int, offset: int, numbers: Sequence[int]
+) -> bytes:
+    count = len(numbers)
+    layout = _WITH_NUMBERS[count] if count < _KNOWN else struct.Struct(f"{_FIXED.format}{count}q")
+    return layout.pack(_DTYPE_CODES[dtype], flags, ndim, device, index, offset, *numbers)
+
+
+# --- receiving ---
+
+
+def rebuild(
+    head: bytearray, at: int, num_tensors: int, gap: int, sizes: Sequence[int], frames: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[bool], int]:
+    """Rebuild the tensors of a message.
+
+    Args:
+        head: The message's head.
+        at: Where the descriptions begin in it.
+        num_tensors: How many there are.
+        gap: Bytes between the descriptions and the inline storages (the payload).
+        sizes: Of the storages, as sent.
+        frames: Storages that came as frames.
+
+    Returns:
+        The tensors, whether each required grad at the sender, and where the descriptions end.
+
+    Raises:
+        RemoteProtocolError: The bytes do not fit. (Damaged bytes also make struct, torch and others
+            complain.)
+    """
+    described: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for _ in range(num_tensors):
+        fixed = _FIXED.unpack_from(head, at)
+        at += FIXED_NBYTES
+        count = fixed[2] if fixed[1] & _CONTIGUOUS else 2 * fixed[2]
+        numbers = (_NUMBERS[count] if count < _KNOWN else struct.Struct(f"<{count}q")).unpack_from(head, at)
+        at += 8 * count
+        described.append((fixed, numbers))
+    storages = _Storages(head, at + gap, sizes, frames)
+    tensors = [storages.tensor(fixed, numbers) for fixed, numbers in described]
+    return tensors, [bool(fixed[1] & _REQUIRES_GRAD) for fixed, _ in described], at
+
+
+class _Storages:
+    """The storages of one arrived message, made into tensors' memory when first needed."""
+
+    def __init__(
+        self, head: bytearray, at: int, sizes: Sequence[int], frames: Sequence[torch.Tensor]
+    ) -> None:
+        self._memory: list[torch.Tensor | tuple[int, int]] = []  # a frame, or (offset in head, nbytes)
+        left = iter(frames)
+        for size in sizes:
+            if size & FRAME_BIT:
+                self._memory.append(next(left))
+            else:
+                self._memory.append((at, size))
+                at += size
+        if at > len(head):
+            raise RemoteProtocolError(f"a message's tensors end at byte {at} of {len(head)}")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(head))
+
+    def tensor(self, fixed: tuple[int, ...], numbers: tuple[int, ...]) -> torch.Tensor:
+        code, flags, ndim, device, index, offset = fixed
+        dtype, shape, memory = _DTYPES[code], numbers[:ndim], self._memory[index]
+        if dtype is None:
+            raise RemoteProtocolError(f"torch {torch.__version__} has no {_DTYPE_NAMES[code]} tensors")
+        if flags & _WHOLE and isinstance(memory, tuple):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes != memory[1]:  # before any memory is taken
+                raise RemoteProtocolError(f"a tensor of {nbytes} bytes came with {memory[1]} bytes")
+            tensor = torch.empty(shape, dtype=dtype)
+            ctypes.memmove(tensor.data_ptr(), self._address + memory[0], nbytes)
+        else:
+            strides = _contiguous_strides(shape) if flags & _CONTIGUOUS else numbers[ndim:]
+            storage = self._materialize(index).untyped_storage()
+            last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            end = (last + 1) * dtype.itemsize
+            if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
+                raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
+            tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+        return tensor if device == HOST else tensor.to(device_from_code(device))
+
+    def _materialize(self, index: int) -> torch.Tensor:
+        memory = self._memory[index]
+        if isinstance(memory, tuple):
+            at, nbytes = memory
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+            ctypes.memmove(memory.data_ptr(), self._address + at, nbytes)
+            self._memory[index] = memory
+        return memory
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
