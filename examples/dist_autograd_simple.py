@@ -15,7 +15,6 @@ from torch import Tensor, optim
 
 import mpirpc as rpc
 from mpirpc import autograd as dist_autograd
-from mpirpc.errors import UnknownWorkerError
 from mpirpc.optim import DistributedOptimizer
 
 LEARNING_RATE = 0.05
@@ -60,10 +59,8 @@ def main() -> None:
 
 def neighbour_of(me: rpc.WorkerInfo) -> str:
     """The next rank's name; after the last comes rank 0."""
-    try:
-        return rpc.get_worker_info(me.id + 1).name
-    except UnknownWorkerError:
-        return rpc.get_worker_info(0).name
+    workers = rpc.get_worker_infos()
+    return workers[(me.id + 1) % len(workers)].name
 
 
 if __name__ == "__main__":

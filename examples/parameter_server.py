@@ -22,7 +22,6 @@ from torch.nn import functional
 
 import mpirpc as rpc
 from mpirpc import autograd as dist_autograd
-from mpirpc.errors import UnknownWorkerError
 from mpirpc.optim import DistributedOptimizer
 
 NUM_STEPS = 200
@@ -88,12 +87,7 @@ def serve() -> int:
 
 def trainers() -> list[rpc.WorkerInfo]:
     """Every worker but rank 0."""
-    found = []
-    try:
-        while True:
-            found.append(rpc.get_worker_info(len(found) + 1))
-    except UnknownWorkerError:
-        return found
+    return rpc.get_worker_infos()[1:]
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from mpirpc._core.future import Future
 from mpirpc.api import (
     debug_info,
     get_worker_info,
+    get_worker_infos,
     init_rpc,
     is_available,
     remote,
@@ -36,6 +37,7 @@ __all__ = [
     "errors",
     "functions",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
     "nn",

@@ -21,6 +21,7 @@ __all__ = [
     "WorkerInfo",
     "debug_info",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
     "remote",
@@ -115,6 +116,15 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     agent = get_current().agent
     found: WorkerInfo = agent.me if worker_name is None else agent.find_worker(worker_name)
     return found
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Return all workers of the group, in order of rank.
+
+    Raises:
+        NotInitializedError: RPC does not run.
+    """
+    return list(get_current().agent.workers)
 
 
 def rpc_sync(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["async_execution", "is_async_execution"]
+__all__ = ["async_execution"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

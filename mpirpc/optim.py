@@ -236,7 +236,7 @@ class _LocalOptimizer:
 
 
 def _gradients_here(context_id: int) -> Mapping[Tensor, Tensor]:
-    """The context's gradients on this worker; none if the context, which the caller knows, never came here."""
+    """The context's gradients here; none if it never came here (the caller has checked that it exists)."""
     try:
         return get_gradients(context_id)
     except AutogradError:

@@ -201,7 +201,7 @@ class Incoming:
                 self._head, at, self._num_tensors, nbytes, self._sizes, self._frames
             )
         if self._flags & PAYLOAD_IS_FRAME:
-            payload = memoryview(self._frames[-1].numpy())
+            payload = self._frames[-1].numpy().data
         else:
             payload = memoryview(self._head)[at : at + self._payload_nbytes]
         return Body(payload, tensors, forks), needs_grad

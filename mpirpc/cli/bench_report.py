@@ -93,7 +93,7 @@ def as_json(about: Mapping[str, Any], rows: Sequence[Row], results: Results) -> 
 
 def _row_as_dict(row: Row, results: Results) -> dict[str, Any]:
     result = results[row.name]
-    peers = {side: result.ratio(side) for side in result.sides if side != OURS}
+    peers = {side: result.ratio(side) for side in result.sides if side != OURS and row.has_ratios}
     return {
         "row": row.name,
         "measurement": row.work,
@@ -155,7 +155,7 @@ def _cells(row: Row, results: Results, peers: Sequence[str]) -> list[str]:
     p99 = "" if ours is None or ours.p99 is None or row.unit != "s" else value_text(ours.p99, row.unit)
     cells = [row.name, _median_text(result.failures, ours, OURS, row.unit), p99]
     for peer in peers:
-        ratio = result.ratio(peer)
+        ratio = result.ratio(peer) if row.has_ratios else None
         cells.append(_median_text(result.failures, result.sides.get(peer), peer, row.unit))
         cells.append("" if ratio is None else f"{ratio:.3g}")
     cells += [_count(result.messages), _count(result.nbytes)]

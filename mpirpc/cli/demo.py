@@ -30,7 +30,6 @@ from torch.nn import functional
 
 import mpirpc as rpc
 from mpirpc import autograd
-from mpirpc.errors import UnknownWorkerError
 from mpirpc.nn import RemoteModule
 from mpirpc.optim import DistributedOptimizer
 
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _drive(arguments: argparse.Namespace) -> int:
     """What rank 0 does."""
-    workers = _workers()
+    workers = rpc.get_worker_infos()
     if len(workers) < 2:
         return _refuse(ONE_RANK, 2)
     digits = _load_digits(arguments.seed)
@@ -113,16 +112,6 @@ def _drive(arguments: argparse.Namespace) -> int:
 def _refuse(message: str, status: int) -> int:
     print(message, file=sys.stderr)
     return status
-
-
-def _workers() -> list[rpc.WorkerInfo]:
-    """List all workers, in order of rank."""
-    workers: list[rpc.WorkerInfo] = []
-    try:
-        while True:
-            workers.append(rpc.get_worker_info(len(workers)))
-    except UnknownWorkerError:
-        return workers
 
 
 @dataclass(frozen=True, slots=True)
