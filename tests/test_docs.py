@@ -1,0 +1,39 @@
+"""Code in the documentation runs.
+
+A block that opens with ```` ```python run ```` in README.md or docs/ is a whole program: it runs on 2 ranks,
+or on n with ```` ```python run=n ````, and must end with status 0.
+"""
+
+import re
+
+import pytest
+
+from tests._ranks.launch import ROOT, run_ranks
+
+BLOCK = re.compile(r"^```python run(?:=(?P<size>\d+))?[ \t]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+)[^)]*\)")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks():
+    """Every block that is marked to run, with its page and line in the test's name."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in BLOCK.finditer(text):
+            name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+            yield pytest.param(int(match["size"] or 2), match["code"], id=name)
+
+
+@pytest.mark.parametrize(("size", "code"), list(blocks()))
+def test_block_runs(size, code, tmp_path):
+    program = tmp_path / "block.py"
+    program.write_text(code, encoding="utf-8")
+    finished = run_ranks(size, [str(program)], timeout=120, env={"PYTHONPATH": str(ROOT)})
+    assert finished.rc == 0, finished.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = [match["target"] for match in LINK.finditer(page.read_text(encoding="utf-8"))]
+    local = [target for target in targets if "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in local if not (page.parent / target).exists()] == []

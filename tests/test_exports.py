@@ -1,0 +1,46 @@
+"""The public names of mpirpc are exactly these: adding or dropping one is a decision, made here."""
+
+import importlib
+
+import pytest
+
+EXPORTS = {
+    "mpirpc": [
+        "BackendType",
+        "Future",
+        "MPIRpcBackendOptions",
+        "RRef",
+        "RemoteError",
+        "RpcBackendOptions",
+        "RpcError",
+        "RpcTimeoutError",
+        "WorkerInfo",
+        "autograd",
+        "backend_registry",
+        "debug_info",
+        "errors",
+        "functions",
+        "get_worker_info",
+        "get_worker_infos",
+        "init_rpc",
+        "is_available",
+        "nn",
+        "optim",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+    ],
+    "mpirpc.autograd": ["backward", "context", "get_gradients"],
+    "mpirpc.functions": ["async_execution"],
+    "mpirpc.nn": ["RemoteModule"],
+    "mpirpc.optim": ["DistributedOptimizer"],
+    "mpirpc.testing": ["LoopbackCluster"],
+}
+
+
+@pytest.mark.parametrize("module_name", sorted(EXPORTS))
+def test_public_names(module_name):
+    module = importlib.import_module(module_name)
+    assert sorted(module.__all__) == EXPORTS[module_name]
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
