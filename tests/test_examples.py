@@ -1,0 +1,48 @@
+"""Every example runs under mpirun and ends with the line that it promises at its top."""
+
+import re
+
+import pytest
+
+from tests._ranks.launch import ROOT, run_ranks
+
+THIS_CHECKOUT = {"PYTHONPATH": str(ROOT)}
+"""A script's own folder comes first on the path, not the folder that the ranks start in."""
+
+EXAMPLES = [
+    ("dist_autograd_simple.py", 2),
+    ("dist_autograd_simple.py", 4),
+    ("parameter_server.py", 2),
+    ("parameter_server.py", 4),
+]
+
+
+def promised_line(name):
+    """The last line of output, as the text at the example's top gives it."""
+    (line,) = re.findall(r"``(OK: [^`]*)``", (ROOT / "examples" / name).read_text(encoding="utf-8"))
+    return line
+
+
+def test_every_example_is_run():
+    run = {name for name, _ in EXAMPLES} | {"latency.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == run
+
+
+@pytest.mark.parametrize(("name", "ranks"), EXAMPLES)
+def test_example(name, ranks):
+    finished = run_ranks(ranks, [f"examples/{name}"], timeout=120, env=THIS_CHECKOUT)
+    assert finished.rc == 0, finished.output
+    assert finished.output.splitlines()[-1] == promised_line(name)
+
+
+def test_latency_ends_with_its_figures():
+    finished = run_ranks(2, ["examples/latency.py", "--calls", "20"], timeout=120, env=THIS_CHECKOUT)
+    assert finished.rc == 0, finished.output
+    form = r"no-op rpc_sync, median: mpirpc [\d.]+ us, torch [\d.]+ us, ratio [\d.]+"
+    assert re.fullmatch(form, finished.output.splitlines()[-1]), finished.output
+
+
+def test_parameter_server_alone_says_how_to_start_it():
+    finished = run_ranks(1, ["examples/parameter_server.py"], timeout=60, env=THIS_CHECKOUT)
+    assert finished.rc == 2
+    assert "mpirun -n 3 python examples/parameter_server.py" in finished.output
