@@ -111,6 +111,9 @@ class Agent:
         self.rank = transport.rank
         self.workers = list(workers)
         self.options = options
+        self._transport = transport
+        self._eager_limit = options.eager_limit
+        self._max_unfinished_nbytes = options.max_unfinished_nbytes
         self.engine = ProgressEngine(transport, self._on_arrival, options.spin_time, options.idle_sleep)
         self.engine.on_alarm = self._expire
         self.engine.on_failure = self._fail_all
@@ -180,7 +183,7 @@ class Agent:
         Raises:
             SerializationError: A tensor of the body is on a device that has no place at ``dest``.
         """
-        outgoing = wire.encode(message, body, self.options.eager_limit, self._device_maps.get(dest))
+        outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(dest))
         outgoing.on_failed = on_failed
         self.engine.submit(dest, outgoing)
 
@@ -199,9 +202,9 @@ class Agent:
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
         self.check_open()
-        outgoing = wire.encode(message, body, self.options.eager_limit, self._device_maps.get(pending.dest))
-        if self.engine.transport.unfinished_nbytes(pending.dest) > self.options.max_unfinished_nbytes:
-            limit = _BelowLimit(self.engine.transport, pending.dest, self.options.max_unfinished_nbytes)
+        outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
+        if self._transport.unfinished_nbytes(pending.dest) > self._max_unfinished_nbytes:
+            limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes)
             self.wait(limit, pending.deadline)
         outgoing.on_failed = lambda error: self._end(pending, error)
         self.num_requests += 1

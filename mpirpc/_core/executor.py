@@ -231,6 +231,8 @@ class Executor:
             _Retired: This spare thread was not needed for long.
         """
         with self._lock:
+            if self._stopping:  # too late to be woken by stop()
+                return False
             is_deputy = self._deputy is None
             if is_deputy:
                 self._deputy = goal

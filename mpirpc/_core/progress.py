@@ -98,6 +98,7 @@ class ProgressEngine:
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
+        self._is_closed = False
         self.sums: list[int] = []  # result of the latest sum
 
     # --- sending ---
@@ -110,6 +111,8 @@ class ProgressEngine:
         """
         self._outbox.append((dest, message))
         self._empty_outbox()
+        if self._is_closed:
+            self._refuse_outbox()
         if message.frames:  # moved by polling: no time to sleep
             self.wake()
 
@@ -179,7 +182,7 @@ class ProgressEngine:
         """
         self.num_leads += 1
         self._leader = goal
-        spin = Backoff(self._spin_time, self._idle_sleep)
+        spin: Backoff | None = None  # made when there is nothing to do
         holds = True
         try:
             while not goal.done:
@@ -194,10 +197,12 @@ class ProgressEngine:
                     if goal.done or not self._lead.acquire(False):
                         return
                     holds = True
-                    spin.reset()
+                    spin = None
                     continue
                 if now >= deadline or (takes_works and self._followers):
                     return
+                if spin is None:
+                    spin = Backoff(self._spin_time, self._idle_sleep)
                 longest = UNFINISHED_SLEEP if self.transport.has_unfinished() else None
                 spin.pause(now, goal.park, longest)
         finally:
@@ -290,10 +295,17 @@ class ProgressEngine:
         """Close the transport. No thread polls any more; later sends are refused."""
         with self._lock:
             self.transport.close(graceful)
-            outbox, self._outbox = self._outbox, deque()
+            self._is_closed = True
             # the lock stays taken: nobody gets at the closed transport
             self._lock = _NeverFree()  # type: ignore[assignment]
-        for _, message in outbox:
+        self._refuse_outbox()
+
+    def _refuse_outbox(self) -> None:
+        while self._outbox:
+            try:
+                _, message = self._outbox.popleft()
+            except IndexError:
+                return
             if message.on_failed is not None:
                 message.on_failed(NotInitializedError("the RPC group was shut down before this message left"))
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.call import Calls
 from mpirpc._core.current import set_thread_runtime
 from mpirpc._core.error_transfer import dump_error, load_error
+from mpirpc._core.gathering import Gathering
 from mpirpc._core.messages import Body, ForkDescriptor, Message
 from mpirpc._core.pickling import RRefHook
 from mpirpc._core.progress import Waiter
@@ -84,17 +87,21 @@ class Runtime:
             self.agent.handlers[kind] = self._on_autograd
         hook = RRefHook(RRef, self._fork, self.store.cancel_fork)
         self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
+        self.gathering = Gathering(self.calls)
         self.is_running = True
         self.agent.executor.start()
 
     def _prepare_thread(self) -> None:
         set_thread_runtime(self)
+        torch.get_num_threads()  # makes torch apply set_num_threads to this thread too
 
     def _on_autograd(self, source: int, incoming: Any) -> None:
         body, _ = incoming.body()
         self.autograd.on_message(source, incoming.message, body)
 
     def _fork(self, rref: RRef[Any]) -> ForkDescriptor:
+        rref._check_alive("Cannot call fork an UserRRef after deletion.")
+        rref._check_creation()
         return self.store.fork(rref._rref_id, rref._fork_id, rref._owner)
 
     def _make_rref(self, fork: ForkDescriptor) -> RRef[Any]:
@@ -135,7 +142,7 @@ class Runtime:
             self._stop(agreed)
         if leaks and not ignore_leaks:
             raise RRefError(
-                f"{len(leaks)} RRef values of {self.agent.me} are still referenced at shutdown: "
+                f"Leaking RRefs: {len(leaks)} values of {self.agent.me} are still referenced at shutdown: "
                 + "; ".join(leaks),
                 "this is a bug in mpirpc: please report it",
             )

@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +53,7 @@ def has_dtype(dtype: torch.dtype) -> bool:
 # --- sending ---
 
 
-@dataclass(slots=True)
-class Laid:
+class Laid(NamedTuple):
     """The tensors of a message, laid out.
 
     Attributes:
@@ -74,36 +74,41 @@ def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: Devic
 
     Copies: small storages; large ones only if they are strided with gaps, or on a device.
     """
-    laid = Laid([], [], [], [b""] * len(tensors))
-    simple = _spans_if_simple(tensors)
-    if simple is not None:
-        for place, (tensor, (address, nbytes)) in enumerate(zip(tensors, simple, strict=True)):
-            _add_storage(laid, address, nbytes, tensor, eager_limit)
-            flags = _CONTIGUOUS | _WHOLE | tensor.requires_grad
-            laid.descriptions[place] = _pack(tensor.dtype, flags, tensor.dim(), HOST, place, 0, tensor.shape)
-        return laid
+    laid = Laid([], [], [], [])
+    if not _are_simple(tensors):
+        return _lay_out_any(laid, tensors, eager_limit, device_map)
+    for place, tensor in enumerate(tensors):
+        _add_storage(laid, tensor.data_ptr(), tensor.nbytes, tensor, eager_limit)
+        shape = tensor.shape
+        flags = _CONTIGUOUS | _WHOLE | tensor.requires_grad
+        laid.descriptions.append(_pack(tensor.dtype, flags, len(shape), HOST, place, 0, shape))
+    return laid
+
+
+def _are_simple(tensors: Sequence[torch.Tensor]) -> bool:
+    """Say whether all tensors are contiguous, on the host and apart from each other."""
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    if len(tensors) > 1:
+        end = 0
+        for address, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+            if address < end:
+                return False
+            end = address + nbytes
+    return True
+
+
+def _lay_out_any(
+    laid: Laid, tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None
+) -> Laid:
+    laid.descriptions.extend([b""] * len(tensors))
     for index, storage in enumerate(_plan_storages(tensors)):
         _add_storage(laid, storage.address, storage.nbytes, storage.tensors[0][1], eager_limit)
         for place, tensor in storage.tensors:
             code = device_code(tensors[place], device_map)
             laid.descriptions[place] = _describe(tensor, code, index, storage, tensors[place].requires_grad)
     return laid
-
-
-def _spans_if_simple(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
-    """Return address and size of each tensor, if all are contiguous, on the host and apart."""
-    spans = []
-    for tensor in tensors:
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            return None
-        spans.append((tensor.data_ptr(), tensor.nbytes))
-    if len(spans) > 1:
-        end = 0
-        for address, nbytes in sorted(spans):
-            if address < end:
-                return None
-            end = address + nbytes
-    return spans
 
 
 def _add_storage(laid: Laid, address: int, nbytes: int, tensor: torch.Tensor, eager_limit: int) -> None:
@@ -204,15 +209,14 @@ def _pack(
 
 
 def rebuild(
-    head: bytearray, at: int, num_tensors: int, gap: int, sizes: Sequence[int], frames: Sequence[torch.Tensor]
+    head: bytearray, at: int, num_tensors: int, sizes: Sequence[int], frames: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[bool], int]:
     """Rebuild the tensors of a message.
 
     Args:
         head: The message's head.
-        at: Where the descriptions begin in it.
+        at: Where the inline storages begin in it; the descriptions follow.
         num_tensors: How many there are.
-        gap: Bytes between the descriptions and the inline storages (the payload).
         sizes: Of the storages, as sent.
         frames: Storages that came as frames.
 
@@ -220,52 +224,63 @@ def rebuild(
         The tensors, whether each required grad at the sender, and where the descriptions end.
 
     Raises:
-        RemoteProtocolError: The bytes do not fit. (Damaged bytes also make struct, torch and others
-            complain.)
+        RemoteProtocolError: The bytes do not fit; damaged ones make struct and torch complain, too.
     """
-    described: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    storages = _Storages(head, at, sizes, frames)
+    at = storages.end
+    tensors: list[torch.Tensor] = []
+    needs_grad: list[bool] = []
     for _ in range(num_tensors):
         fixed = _FIXED.unpack_from(head, at)
+        flags, ndim = fixed[1], fixed[2]
         at += FIXED_NBYTES
-        count = fixed[2] if fixed[1] & _CONTIGUOUS else 2 * fixed[2]
+        count = ndim if flags & _CONTIGUOUS else 2 * ndim
         numbers = (_NUMBERS[count] if count < _KNOWN else struct.Struct(f"<{count}q")).unpack_from(head, at)
         at += 8 * count
-        described.append((fixed, numbers))
-    storages = _Storages(head, at + gap, sizes, frames)
-    tensors = [storages.tensor(fixed, numbers) for fixed, numbers in described]
-    return tensors, [bool(fixed[1] & _REQUIRES_GRAD) for fixed, _ in described], at
+        tensors.append(storages.tensor(fixed, numbers))
+        needs_grad.append(flags & _REQUIRES_GRAD != 0)
+    return tensors, needs_grad, at
 
 
 class _Storages:
-    """The storages of one arrived message, made into tensors' memory when first needed."""
+    """The storages of one arrived message, made into tensors' memory when first needed.
+
+    Attributes:
+        end: Where the inline ones end in the head.
+    """
+
+    __slots__ = ("_address", "_memory", "end")
 
     def __init__(
         self, head: bytearray, at: int, sizes: Sequence[int], frames: Sequence[torch.Tensor]
     ) -> None:
         self._memory: list[torch.Tensor | tuple[int, int]] = []  # a frame, or (offset in head, nbytes)
-        left = iter(frames)
+        num_frames = 0
         for size in sizes:
             if size & FRAME_BIT:
-                self._memory.append(next(left))
+                self._memory.append(frames[num_frames])
+                num_frames += 1
             else:
                 self._memory.append((at, size))
                 at += size
         if at > len(head):
             raise RemoteProtocolError(f"a message's tensors end at byte {at} of {len(head)}")
+        self.end = at
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(head))
 
     def tensor(self, fixed: tuple[int, ...], numbers: tuple[int, ...]) -> torch.Tensor:
         code, flags, ndim, device, index, offset = fixed
-        dtype, shape, memory = _DTYPES[code], numbers[:ndim], self._memory[index]
+        dtype, memory = _DTYPES[code], self._memory[index]
         if dtype is None:
             raise RemoteProtocolError(f"torch {torch.__version__} has no {_DTYPE_NAMES[code]} tensors")
-        if flags & _WHOLE and isinstance(memory, tuple):
-            nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes != memory[1]:  # before any memory is taken
-                raise RemoteProtocolError(f"a tensor of {nbytes} bytes came with {memory[1]} bytes")
-            tensor = torch.empty(shape, dtype=dtype)
-            ctypes.memmove(tensor.data_ptr(), self._address + memory[0], nbytes)
+        if flags & _WHOLE and type(memory) is tuple:
+            at, nbytes = memory
+            if math.prod(numbers) * dtype.itemsize != nbytes:  # before any memory is taken
+                raise RemoteProtocolError(f"a {dtype} tensor of shape {numbers} came with {nbytes} bytes")
+            tensor = torch.empty(numbers, dtype=dtype)
+            ctypes.memmove(tensor.data_ptr(), self._address + at, nbytes)
         else:
+            shape = numbers[:ndim]
             strides = _contiguous_strides(shape) if flags & _CONTIGUOUS else numbers[ndim:]
             storage = self._materialize(index).untyped_storage()
             last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

@@ -6,9 +6,9 @@ The head of a message, little endian throughout::
     storages    num_storages x nbytes (bit 63: travels as a frame of its own, behind the head)
     fields      the kind's fixed fields, see _FIELDS
     forks       num_forks x (rref_id, fork_id, owner, parent)
+    inline      the bytes of the storages that have no frame, one after the other
     tensors     num_tensors x description
     payload     pickled bytes
-    inline      the bytes of the storages that have no frame, one after the other
 
 Storages and tensors are ``tensor_layout.py``'s; a payload above 1 MiB is a frame too, the last one.
 """
@@ -144,9 +144,9 @@ def encode(
     parts.append(fields.layout.pack(*fields.flatten(message)))
     if body.forks:
         parts += [_FORK.pack(*f.rref_id, *f.fork_id, f.owner, f.parent) for f in body.forks]
+    parts += laid.inline
     parts += laid.descriptions
     parts.append(payload)
-    parts += laid.inline
     return Outgoing(b"".join(parts), laid.frames)
 
 
@@ -196,12 +196,11 @@ class Incoming:
         tensors: list[torch.Tensor] = []
         needs_grad: list[bool] = []
         if self._num_tensors:
-            nbytes = self._payload_nbytes
-            tensors, needs_grad, at = rebuild(
-                self._head, at, self._num_tensors, nbytes, self._sizes, self._frames
-            )
+            tensors, needs_grad, at = rebuild(self._head, at, self._num_tensors, self._sizes, self._frames)
         if self._flags & PAYLOAD_IS_FRAME:
             payload = self._frames[-1].numpy().data
+        elif at + self._payload_nbytes > len(self._head):
+            raise RemoteProtocolError(f"a message's payload ends beyond its {len(self._head)} bytes")
         else:
             payload = memoryview(self._head)[at : at + self._payload_nbytes]
         return Body(payload, tensors, forks), needs_grad
