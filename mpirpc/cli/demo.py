@@ -30,6 +30,7 @@ from torch.nn import functional
 
 import mpirpc as rpc
 from mpirpc import autograd
+from mpirpc.cli.terminal import terminal
 from mpirpc.nn import RemoteModule
 from mpirpc.optim import DistributedOptimizer
 
@@ -365,9 +366,8 @@ class _Bar(_Lines):
 
 
 def _make_progress(num_epochs: int) -> _Lines:
-    # Open MPI gives ranks a terminal for standard output only, MPICH for neither.
-    terminals = [stream for stream in (sys.stderr, sys.stdout) if stream.isatty()]
-    return _Bar(num_epochs, terminals[0]) if terminals and tqdm is not None else _Lines(num_epochs)
+    stream = terminal()
+    return _Bar(num_epochs, stream) if stream is not None and tqdm is not None else _Lines(num_epochs)
 
 
 def _print_totals(workers: list[rpc.WorkerInfo], seconds: float) -> None:
