@@ -109,12 +109,11 @@ def init_backend(
 
 
 def _init_mpi(name: str | None, rank: int, world_size: int | None, options: RpcBackendOptions) -> Runtime:
+    problem = ""
     if not isinstance(options, MPIRpcBackendOptions):
-        raise ConfigurationError(
-            f"rpc_backend_options is a {type(options).__qualname__}, "
-            "the MPI backend takes MPIRpcBackendOptions"
-        )
-    comm, names = join_group(options.comm, name, rank, world_size)
+        problem = f"rpc_backend_options is a {type(options).__qualname__}, not MPIRpcBackendOptions"
+    comm, names = join_group(getattr(options, "comm", None), name, rank, world_size, problem)
+    assert isinstance(options, MPIRpcBackendOptions)
     workers = [WorkerInfo(worker, place) for place, worker in enumerate(names)]
     return Runtime(MPITransport(comm, options.chunk_nbytes), workers, options)
 

@@ -8,6 +8,7 @@
     |-- RpcTimeoutError (TimeoutError)       the deadline passed
     |-- RemoteError                          the callee raised and its exception cannot be rebuilt here
     |-- WorkerLostError                      a peer is gone or the job is aborting
+    |-- NotAFutureError (TypeError)          an async_execution function returned no future
     |-- SerializationError                   an argument or result cannot be pickled or unpickled
     |-- RRefError                            value asked from a non-owner, value deleted, failed creation
     |-- AutogradError                        unknown context, bad root, a failed backward pass
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigurationError",
     "InternalError",
     "LocalProtocolError",
+    "NotAFutureError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -122,6 +124,10 @@ class RemoteTraceback(Exception):
 
 class WorkerLostError(RpcError):
     """A peer is gone, or this worker is being stopped while calls are pending."""
+
+
+class NotAFutureError(RpcError, TypeError):
+    """A function marked by ``async_execution`` returned something that is not a ``torch.futures.Future``."""
 
 
 class SerializationError(RpcError):

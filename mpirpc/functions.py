@@ -27,7 +27,8 @@ def async_execution(fn: _F) -> _F:
         A function with the same behaviour, marked.
 
     Errors:
-        A call whose function returns something else fails at the caller with ``TypeError``.
+        A call whose function returns something else fails at the caller with ``NotAFutureError``, which is a
+        ``TypeError``.
 
     Thread: the function runs on an executor thread of the callee.
     """

@@ -15,7 +15,14 @@ from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_FORK, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue
 from mpirpc._core.timing import deadline_after
-from mpirpc.errors import AutogradError, ConfigurationError, RpcTimeoutError, RRefError
+from mpirpc.errors import (
+    AutogradError,
+    ConfigurationError,
+    NotInitializedError,
+    RpcTimeoutError,
+    RRefError,
+    TransportError,
+)
 
 __all__ = ["RRef", "RRefProxy"]
 
@@ -103,6 +110,8 @@ class RRef(Generic[T]):
         def on_done(pending: Pending) -> None:
             if pending.incoming is not None:
                 store.confirm_user(fork_id)
+            elif isinstance(pending.error, TransportError):  # never sent
+                store.forget_user(fork_id)
             else:  # overdue: the owner knows the handle once a response comes
                 calls.agent.when_late(pending.request_id, lambda: store.confirm_user(fork_id))
             pending.set()
@@ -179,6 +188,7 @@ class RRef(Generic[T]):
         Progress: drives it.   Copies: one, by the network.
         """
         limit = self._limit(timeout)
+        self._check_alive("Cannot call to_here() on it after deletion.")
         self._check_creation()
         if self.is_owner():
             return self._wait_value(deadline_after(limit))
@@ -189,8 +199,26 @@ class RRef(Generic[T]):
     def _check_creation(self) -> None:
         """Raise the error of a creating call that never got to its owner, or timed out."""
         creation = self._creation
-        if creation is not None and creation.done and creation.error is not None:
-            raise fresh(creation.error)
+        if creation is None or not creation.done or creation.error is None:
+            return
+        if isinstance(creation.error, RpcTimeoutError):
+            raise RpcTimeoutError(
+                f"RRef creation via remote() timed out, the value may not exist: {creation.error.message}",
+                "raise timeout= of remote()",
+                worker=creation.error.worker,
+                timeout=creation.error.timeout,
+            )
+        if isinstance(creation.error, TransportError):
+            raise RRefError(f"RRef creation via remote() failed: {creation.error}") from fresh(creation.error)
+        raise fresh(creation.error)
+
+    def _check_alive(self, refusal: str) -> None:
+        """Refuse what cannot be done any more once the group has ended here."""
+        if self._calls.agent.is_closed:
+            raise NotInitializedError(
+                f"no call can be made any more: rref {self._rref_id} was let go when RPC was shut down. "
+                f"{refusal}"
+            )
 
     def _limit(self, timeout: float) -> float:
         return check_timeout(timeout, self._calls.agent.options.rpc_timeout)
@@ -225,15 +253,22 @@ class RRef(Generic[T]):
         """Run backward from the value, a scalar tensor, at its owner.
 
         Args:
-            dist_autograd_ctx_id: The distributed autograd context that gets the gradients; -1 means plain
-                autograd at the owner, into ``.grad``.
+            dist_autograd_ctx_id: The distributed autograd context that gets the gradients; -1, at the owner
+                only, means plain autograd into ``.grad``.
             retain_graph: Keep the graph for another backward pass.
 
         Raises:
-            AutogradError: The value is no tensor, or the context is unknown.
+            AutogradError: The value is no tensor, the context is unknown, or a user gave none: gradients of
+                what other workers did would be lost without a word.
         """
         if self.is_owner():
             _backward(self, dist_autograd_ctx_id, retain_graph)
+        elif dist_autograd_ctx_id == -1:
+            raise AutogradError(
+                f"backward() of rref {self._rref_id} was called on {self._calls.agent.me}, which is not its "
+                "owner: User RRefs require 'dist_autograd_ctx_id' to be specified",
+                "call it inside `with autograd.context() as context_id:` and pass context_id",
+            )
         else:
             call = (_backward, (self, dist_autograd_ctx_id, retain_graph), dict[str, Any]())
             self._call_sync(call, self._limit(UNSET_TIMEOUT))
@@ -243,7 +278,7 @@ class RRef(Generic[T]):
     def __reduce__(self) -> Any:
         raise RRefError(
             f"cannot pickle rref {self._rref_id} outside of a call: "
-            "can not pickle rref in python pickler, rref can only be pickled when using RPC",
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC",
             "pass it as an argument or a result of rpc_sync, rpc_async or remote",
         )
 

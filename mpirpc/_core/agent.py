@@ -17,9 +17,10 @@ from mpirpc._core.executor import Executor
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Message
 from mpirpc._core.progress import ProgressEngine, Waiter
 from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
-from mpirpc._core.transport import Arrival, Transport
+from mpirpc._core.transport import Arrival, Transport, check_name
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import (
+    ConfigurationError,
     NotInitializedError,
     RemoteProtocolError,
     RpcError,
@@ -33,10 +34,18 @@ log = logging.getLogger("mpirpc.agent")
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's name and id; the id is its rank in the group."""
+    """A worker's name and id; the id is its rank in the group.
+
+    Raises:
+        ConfigurationError: The name is not allowed.
+    """
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        if problem := check_name(self.name):
+            raise ConfigurationError(problem)
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

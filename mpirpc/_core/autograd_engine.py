@@ -134,12 +134,17 @@ class AutogradEngine:
                 context.sources.add(source)
             return context is not None
 
-    def note_request(self, context_id: int, dest: int) -> None:
-        """A request of this context goes to ``dest``, which must then be told of the context's end."""
+    def note_request(self, context_id: int, dest: int) -> bool:
+        """A request of this context goes to ``dest``, which must then be told of the context's end.
+
+        Returns:
+            False when it is released already: the request must not name it, for nobody would tell ``dest``.
+        """
         with self._lock:
             context = self._contexts.get(context_id)
             if context is not None:
                 context.dests.add(dest)
+            return context is not None
 
     def retrieve(self, context_id: int) -> AutogradContext:
         """The record of a context, to look at.

@@ -17,6 +17,7 @@ Rules for this file: torch only; no user code runs except in :func:`run`; each n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,14 +110,18 @@ _AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # missing i
 def connect(tensors: Sequence[torch.Tensor]) -> tuple[Node, list[torch.Tensor]]:
     """Make received tensors the outputs of one recv function.
 
-    Views of a common buffer get a version counter of their own: torch forbids in-place changes of views that
-    a Python function returns, and a change of one must not count as a change of the others.
+    Each gets memory of its own, for each has a history of its own: an in-place change of one would change the
+    values of the others, and not their gradients. Views get a version counter of their own: torch forbids
+    in-place changes of views that a Python function returns.
 
     Returns:
         The function's node and the tensors to be used from now on.
 
-    Copies: none.
+    Copies: tensors that share memory with another one.
     """
+    if len(tensors) > 1:
+        shared = Counter(t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided)
+        tensors = [t.clone() if _shares(t, shared) else t for t in tensors]
     fresh = tuple(t.data if t._is_view() else t for t in tensors)
     if torch.is_grad_enabled():
         outputs = _apply(_ANCHOR, fresh)
@@ -126,6 +131,10 @@ def connect(tensors: Sequence[torch.Tensor]) -> tuple[Node, list[torch.Tensor]]:
     node = outputs[0].grad_fn
     assert node is not None
     return node, list(outputs)
+
+
+def _shares(tensor: torch.Tensor, shared: Mapping[int, int]) -> bool:
+    return tensor.layout is torch.strided and shared[tensor.untyped_storage().data_ptr()] > 1
 
 
 # --- exploring ---

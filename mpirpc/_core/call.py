@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescri
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
 from mpirpc._core.rref_store import OwnerValue, RRefStore
 from mpirpc._core.wire import Incoming
-from mpirpc.errors import InternalError
+from mpirpc.errors import InternalError, NotAFutureError
 from mpirpc.functions import is_async_execution
 
 log = logging.getLogger("mpirpc.call")
@@ -59,6 +60,7 @@ class Calls:
         self._hook = hook
         self._make_rref = make_rref
         self._lock = threading.Lock()  # around num_open
+        self._thread = threading.local()  # .futures: see collected_futures
         self.num_open = 0  # calls received and not answered
         self.num_served = 0
         agent.handlers[m.CallRequest] = self._on_call_request
@@ -89,13 +91,14 @@ class Calls:
         self.agent.check_open()  # before RRefs of a group that has ended are forked
         pending = Pending(self.agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
-        context_id = self.autograd.current_context_id
+        context_id = self._context_of_request(dest)
         if context_id:
             func, args, kwargs = call
             call = func, _joined_to_graph(args), {name: _joined_to_graph(x) for name, x in kwargs.items()}
         body = dumps_call(call, self._hook)
-        message_id = self._attach_send(context_id, dest, body)
+        message_id = 0
         try:
+            message_id = self._attach_send(context_id, dest, body)
             request = m.CallRequest(pending.request_id, context_id, message_id, rref_id, fork_id)
             self.agent.request(request, body, pending)
         except BaseException:
@@ -109,11 +112,14 @@ class Calls:
         """Ask the owner for a copy of an RRef's value. Thread: any."""
         pending = Pending(self.agent.next_id(), owner, timeout, f"to_here of rref {rref_id}")
         pending.on_done = on_done
-        context_id = self.autograd.current_context_id
-        if context_id:
-            self.autograd.note_request(context_id, owner)
+        context_id = self._context_of_request(owner)
         self.agent.request(m.FetchRequest(pending.request_id, rref_id, context_id), None, pending)
         return pending
+
+    def _context_of_request(self, dest: int) -> int:
+        """Return this thread's context, noted for ``dest``; none if it was released meanwhile."""
+        context_id = self.autograd.current_context_id
+        return context_id if context_id and self.autograd.note_request(context_id, dest) else NO_CONTEXT
 
     def _attach_send(self, context_id: int, dest: int, body: Body) -> int:
         if not context_id:
@@ -213,9 +219,10 @@ class Calls:
     def _respond_later(func: Any, result: Any, respond: Respond) -> None:
         """Answer when the future that an ``async_execution`` function returned is done."""
         if not isinstance(result, torch.futures.Future):
-            raise TypeError(
-                f"functions decorated with async_execution must return a torch.futures.Future, "
-                f"{name_of(func)} returned {type(result).__qualname__}"
+            raise NotAFutureError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"{name_of(func)} returned {type(result).__qualname__}",
+                "the decorator is mpirpc.functions.async_execution; without it any result will do",
             )
 
         def answer(done: torch.futures.Future[Any]) -> None:
@@ -317,7 +324,20 @@ class Calls:
                 self._fulfil(future, pending)
 
         future._waiter = start(on_done)
+        started: list[Future[Any]] | None = getattr(self._thread, "futures", None)
+        if started is not None:
+            started.append(future)
         return future
+
+    @contextmanager
+    def collected_futures(self) -> Iterator[list[Future[Any]]]:
+        """Collect the futures of all calls that this thread starts inside; blocks nest."""
+        before = getattr(self._thread, "futures", None)
+        self._thread.futures = futures = list[Future[Any]]()
+        try:
+            yield futures
+        finally:
+            self._thread.futures = before
 
     def _fulfil(self, future: Future[Any], pending: Pending) -> None:
         try:

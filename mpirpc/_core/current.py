@@ -26,7 +26,7 @@ def get_current() -> Any:
     runtime = getattr(_thread, "runtime", None) or _process
     if runtime is None:
         raise NotInitializedError(
-            "mpirpc is not running in this process: RPC has not been initialized", _why_none
+            "RPC has not been initialized: mpirpc is not running in this process", _why_none
         )
     return runtime
 

@@ -74,7 +74,12 @@ class Future(torch.futures.Future[T]):
         """Return a future of ``callback(self)``, called when this one is done.
 
         Thread: the callback runs on an executor thread, or here and now if this future is done already.
+
+        Raises:
+            TypeError: The callback cannot be called.
         """
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. callback={callback!r} is not callable")
         chained: Future[Any] = Future._make(self._agent)
 
         def run(done: torch.futures.Future[T]) -> None:

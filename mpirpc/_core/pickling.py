@@ -1,8 +1,8 @@
 """Python object <-> payload + tensors + RRef forks.
 
 Dense tensors and RRefs are lifted out of the pickle: the payload holds only their number, the message carries
-    them beside
-it (``Body.tensors``, ``Body.forks``). Everything else is pickled by the standard library, or by
+them beside it (``Body.tensors``, ``Body.forks``). Scripted functions travel by name as others do, scripted
+modules as ``torch.jit.save`` writes them. Everything else is pickled by the standard library, or by
 ``cloudpickle`` where that is installed and the standard library cannot (lambdas, closures).
 
 Most calls are simple: a function known by name, with numbers, texts, tensors and RRefs as arguments. These
@@ -129,12 +129,19 @@ def _name_of(func: Any) -> _Name | None:
     if known is None:
         if type(func) is OnValue:
             return "", func.method
-        name = getattr(func, "__name__", None)
-        module = getattr(func, "__module__", None) or "torch"
+        module, name = _place_in_module(func)
         if name is None or getattr(sys.modules.get(module), name, None) is not func:
             return None
         known = _names[func] = (module, name)
     return known
+
+
+def _place_in_module(func: Any) -> tuple[str, str | None]:
+    """Return the module and the name that a function gives as its own."""
+    if isinstance(func, torch.jit.ScriptFunction):  # its __name__ and __module__ are those of the class
+        module, _, name = func.qualified_name.removeprefix("__torch__.").rpartition(".")
+        return module or "__main__", name
+    return getattr(func, "__module__", None) or "torch", getattr(func, "__name__", None)
 
 
 def _find(name: _Name) -> Any:
@@ -166,12 +173,22 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
         else:
             return None
     # forks last: nothing can fail after them
-    for place in rrefs:
-        assert hook is not None
-        plain[place] = len(body.forks)
-        body.forks.append(hook.fork(args[place]))
+    if hook is not None:
+        for place in rrefs:
+            plain[place] = len(body.forks)
+            _fork_into(body, hook, args[place])
     body.payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
     return body
+
+
+def _fork_into(body: Body, hook: RRefHook, rref: Any) -> None:
+    """Put a fork of a handle into ``body``; if it is refused, take back those made before."""
+    try:
+        body.forks.append(hook.fork(rref))
+    except BaseException:
+        for fork in body.forks:
+            hook.cancel(fork)
+        raise
 
 
 def _place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
@@ -255,7 +272,7 @@ def loads(payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: S
     except Exception as error:
         raise SerializationError(
             f"cannot rebuild what arrived: {type(error).__name__}: {error}",
-            "the same code must be importable on every worker",
+            "the RPC pickler does not serialize code: the same code must be importable on every worker",
         ) from error
 
 
@@ -293,7 +310,22 @@ def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
         return _rref, (len(body.forks) - 1,)
     elif isinstance(obj, torch.futures.Future):
         raise pickle.PicklingError("Can not pickle torch.futures.Future")
+    elif isinstance(obj, torch.jit.ScriptModule):
+        return _load_script_module, (_save_script_module(obj),)
+    elif isinstance(obj, torch.jit.ScriptFunction) and (name := _name_of(obj)) is not None:
+        return _find, (name,)
     return NotImplemented
+
+
+def _save_script_module(module: torch.jit.ScriptModule) -> bytes:
+    """Write a scripted module with its code and tensors.   Copies: its tensors."""
+    buffer = io.BytesIO()
+    torch.jit.save(module, buffer)  # type: ignore[no-untyped-call]
+    return buffer.getvalue()
+
+
+def _load_script_module(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
 class _Pickler(pickle.Pickler):

@@ -6,11 +6,21 @@ Words: a message is a *head* (small, sent at once) and *frames* (large buffers s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,127}")
+
+
+def check_name(name: object) -> str:
+    """Say what is wrong with a worker's name; nothing if it is allowed."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return ""
+    return f"the name {name!r} is not allowed: 1 to 127 letters, digits, '_', '-', ':', '.'"
 
 
 @dataclass(slots=True)

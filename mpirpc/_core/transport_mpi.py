@@ -11,7 +11,6 @@ MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames 
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpirpc._core.transport import Arrival, Outgoing, TransportStats
+from mpirpc._core.transport import Arrival, Outgoing, TransportStats, check_name
 from mpirpc._core.wire import frame_sizes
 from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError
 from mpirpc.options import tasks_started_by_srun
@@ -31,14 +30,12 @@ SMALL_HEAD = 4096
 
 ARRIVALS_PER_POLL = 8
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,127}")
-
 _abandoned: list[MPI.Comm] = []
 """Communicators of groups that ended without agreement: freeing is collective, so they are kept."""
 
 
 def join_group(
-    comm: MPI.Comm | None, name: str | None, rank: int, world_size: int | None
+    comm: MPI.Comm | None, name: str | None, rank: int, world_size: int | None, problem: str = ""
 ) -> tuple[MPI.Comm, list[str]]:
     """Meet the other workers: one collective on ``comm``. Blocks until every rank has called it.
 
@@ -47,6 +44,7 @@ def join_group(
         name: This worker's name; None means ``worker{rank}``.
         rank: What the program believes its rank to be; -1 if it has no opinion.
         world_size: Likewise; None if it has no opinion.
+        problem: What the caller found wrong with this rank, to be raised on all.
 
     Returns:
         The communicator, and all workers' names in rank order.
@@ -57,7 +55,7 @@ def join_group(
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     name = f"worker{comm.rank}" if name is None else name
-    problem = _find_problem(comm, name, rank, world_size)
+    problem = problem or _find_problem(comm, name, rank, world_size)
     everyone = [json.loads(text) for text in _allgather(comm, json.dumps([str(name), problem]).encode())]
     names = [entry[0] for entry in everyone]
     problems = [f"rank {place}: {entry[1]}" for place, entry in enumerate(everyone) if entry[1]]
@@ -80,8 +78,8 @@ def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | Non
             f"MPI was started with thread level {MPI.Query_thread()}, mpirpc needs MPI_THREAD_SERIALIZED "
             f"({MPI.THREAD_SERIALIZED}) at least: remove mpi4py.rc.thread_level settings"
         )
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        return f"the name {name!r} is not allowed: 1 to 127 letters, digits, '_', '-', ':', '.'"
+    if problem := check_name(name):
+        return problem
     if rank not in (-1, comm.rank):
         return f"rank={rank} was given, but MPI says {comm.rank}"
     if world_size not in (None, comm.size):

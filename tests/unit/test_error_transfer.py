@@ -1,4 +1,4 @@
-"""Unit tests for mpirpc._core.error_transfer: an exception arrives as itself, or as RemoteError, always with its story."""
+"""Unit tests for mpirpc._core.error_transfer: exceptions arrive as themselves or as RemoteError."""
 
 import pickle
 import threading

@@ -1,4 +1,4 @@
-"""Unit tests for mpirpc._core.pickling: whatever can be sent arrives, flat or pickled; what cannot is named."""
+"""Unit tests for mpirpc._core.pickling: what can be sent arrives, flat or pickled; what cannot is named."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpirpc._core import pickling
-from mpirpc._core.messages import Body, CallRequest, ForkDescriptor, ForkId, RRefId
+from mpirpc._core.messages import CallRequest, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import OnValue, RRefHook, dumps, dumps_call, dumps_result, loads
 from mpirpc._core.wire import decode, encode
 from mpirpc.errors import SerializationError
@@ -170,36 +170,24 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_travel_by_name(name):
-    func, args, kwargs = send_call(FUNCTIONS[name], 1, 2)
-    assert func == FUNCTIONS[name]
-    assert (args, kwargs) == ((1, 2), {})
+    func = FUNCTIONS[name]
+    assert send_call(func, 1, 2) == (func, (1, 2), {})
+    assert send_call(func, 1, key=2) == (func, (1,), {"key": 2})
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_with_keywords_travel_by_name(name):
-    func, args, kwargs = send_call(FUNCTIONS[name], 1, key=2)
-    assert func == FUNCTIONS[name]
-    assert (args, kwargs) == ((1,), {"key": 2})
-
-
-def test_bound_method_takes_its_object_along():
-    func, args, _ = send_call(Things(5).bound, 3)
-    assert func(*args) == 8
-
-
-def test_class_method():
-    func, args, _ = send_call(Things.of_class, 3)
-    assert func(*args) == Things(3)
-
-
-def test_bound_method_of_a_tensor():
-    func, args, _ = send_call(torch.ones(2).add, 3)
-    assert func(*args).tolist() == [4, 4]
-
-
-def test_partial():
-    func, args, _ = send_call(functools.partial(max, 3), 5)
-    assert func(*args) == 5
+@pytest.mark.parametrize(
+    ("func", "result"),
+    [
+        (Things(5).bound, 8),
+        (Things.of_class, Things(3)),
+        (torch.tensor(5).add, torch.tensor(8)),
+        (functools.partial(max, 4), 4),
+    ],
+    ids=["bound method", "class method", "bound method of a tensor", "partial"],
+)
+def test_functions_that_take_something_along(func, result):
+    received, args, _ = send_call(func, 3)
+    assert received(*args) == result
 
 
 def test_module_as_function():
@@ -285,10 +273,6 @@ def test_simple_values_are_flat_and_come_back_the_same(value):
     for received in (load(body), load(dumps(value))):
         assert received == value
         assert type(received) is type(value)
-
-
-def test_nan_is_flat():
-    assert math.isnan(load(dumps_result(math.nan)))
 
 
 class Whole(int):
@@ -409,7 +393,8 @@ def test_dataclass_with_tensors():
     assert received.more[1].tensor.item() == 1
 
 
-def test_other_torch_objects():
+def test_other_objects():
+    assert math.isnan(load(dumps_result(math.nan)))
     assert send(torch.float16) is torch.float16
     assert send(torch.Size([1, 2])) == torch.Size([1, 2])
     assert send(torch.device("cpu")) == torch.device("cpu")
@@ -435,15 +420,11 @@ def test_unpicklable_object_is_named(make, wrap):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_unpicklable_object_without_text():
+def test_unpicklable_object_without_text_or_with_a_long_one():
     with pytest.raises(SerializationError, match="cannot send an object of type BadText"):
         dumps(BadText())
-
-
-def test_long_texts_are_cut():
-    with pytest.raises(SerializationError) as caught:
+    with pytest.raises(SerializationError, match=r"cannot send \['x{150,200}\.\.\.: "):
         dumps(["x" * 1000, Unpicklable()])
-    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("obj", [threading.Lock(), (i for i in ())], ids=["lock", "generator"])
@@ -516,9 +497,3 @@ def test_payload_that_names_a_tensor_it_lacks():
 def test_payload_read_outside_its_message():
     with pytest.raises(SerializationError, match="tensor 0 of a message was unpickled outside"):
         pickle.loads(dumps([torch.ones(1)]).payload)
-
-
-def test_no_state_between_messages():
-    first, second = dumps([torch.ones(1)]), dumps([torch.ones(2)])
-    assert [len(body.tensors) for body in (first, second)] == [1, 1]
-    assert isinstance(first, Body)

@@ -10,7 +10,8 @@ import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
-from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes, has_dtype
+from mpirpc._core.tensor_layout import has_dtype
+from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes
 from mpirpc.errors import RemoteProtocolError
 
 EAGER = 1024
