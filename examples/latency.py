@@ -17,13 +17,13 @@ import socket
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.rpc as torch_rpc
 
 import mpirpc as rpc
-from mpirpc.errors import UnknownWorkerError
 
 WARM = 100
 """Calls before those that count."""
@@ -48,15 +48,6 @@ def get_port() -> int:
     return PORT
 
 
-def num_workers() -> int:
-    count = 0
-    try:
-        while True:
-            count = rpc.get_worker_info(count).id + 1
-    except UnknownWorkerError:
-        return count
-
-
 def median_latency(rpc_sync: Callable[..., Any], num_calls: int) -> float:
     """Seconds from a call of worker1 to its answer."""
     samples = []
@@ -77,12 +68,13 @@ def measure_torch(rank: int, size: int, port: int, num_calls: int) -> float:
 
 
 def main() -> int:
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's shutdown, about itself
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000, help="calls that count, of each library (2000)")
     num_calls = parser.parse_args().calls
 
     rpc.init_rpc()
-    rank, size = rpc.get_worker_info().id, num_workers()
+    rank, size = rpc.get_worker_info().id, len(rpc.get_worker_infos())
     if size < 2:
         rpc.shutdown()
         print("start it on two ranks: mpirun -n 2 python examples/latency.py", file=sys.stderr)

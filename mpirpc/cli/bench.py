@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from mpirpc.cli.bench_rows import (
     all_rows,
 )
 from mpirpc.cli.bench_run import FULL, QUICK, measure_rows
+from mpirpc.cli.terminal import terminal
 
 try:
     from tqdm import tqdm
@@ -283,13 +285,17 @@ def _report(
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line for each row when it is done, on standard error."""
+    """A bar on the terminal; without one a line for each row when it is done, on standard error."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._num_done = 0
-        attached = sys.stdout.isatty() and sys.stderr.isatty()
-        self._bar = tqdm(total=num_rows, unit="row", leave=False) if attached and tqdm is not None else None
+        self._bar = None
+        stream = None if tqdm is None else terminal()
+        if stream is not None:
+            # A rank's terminal often does not know its size; tqdm would take that for no room at all.
+            columns, lines = shutil.get_terminal_size(fallback=(100, 24))
+            self._bar = tqdm(total=num_rows, unit="row", file=stream, ncols=columns, nrows=lines, leave=False)
 
     def __enter__(self) -> _Progress:
         return self

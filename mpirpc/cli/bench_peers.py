@@ -96,7 +96,7 @@ class TorchPeers:
         except BaseException:
             self.close()
             raise
-        self._signal(signal.SIGSTOP)
+        self._stop()
 
     def can(self, work: str) -> bool:
         """All of them."""
@@ -109,7 +109,7 @@ class TorchPeers:
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self._stop()
 
     def measure(self, work: str, parameters: Mapping[str, Any], count: int, warm: int) -> Series:
         """Have rank 0 of the peers run it."""
@@ -139,6 +139,13 @@ class TorchPeers:
                     with contextlib.suppress(OSError):
                         pipe.close()
         self._log.close()
+
+    def _stop(self) -> None:
+        """Return once all stand still, or have ended."""
+        self._signal(signal.SIGSTOP)
+        for process in self._processes:
+            if process.poll() is None:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:

@@ -186,7 +186,7 @@ def value_text(value: float, unit: str) -> str:
         return f"{100 * value:.2g} %"
     if unit == "B":
         return f"{value / 2**20:.4g} MiB"
-    return f"{value:.2f} x"
+    return f"{round(value, 2) + 0.0:.2f} x"  # no minus before a zero
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

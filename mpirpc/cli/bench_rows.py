@@ -23,8 +23,8 @@ SHORT_SWITCH = 1e-4
 
 OURS, TORCH, RAW, RAW_FRESH, FUTURES = "mpirpc", "torch", "mpi4py", "fresh", "futures"
 SIDES = (OURS, TORCH, RAW, RAW_FRESH, FUTURES)
-"""Every name that a column can have, in their order. ``mpi4py`` is ping-pong into reused buffers, ``fresh`` the
-same into new memory each time; ``futures`` is ``mpi4py.futures``."""
+"""Every name that a column can have, in their order. ``mpi4py`` is ping-pong into reused buffers, ``fresh``
+the same into new memory each time; ``futures`` is ``mpi4py.futures``."""
 
 
 @dataclass(frozen=True, slots=True)
