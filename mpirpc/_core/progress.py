@@ -16,6 +16,7 @@ Finalizers append to ``chores`` (atomic, takes no lock); the leader carries them
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from typing import Any
 from mpirpc._core.timing import UNLIMITED, Backoff, monotonic
 from mpirpc._core.transport import Arrival, Outgoing, Transport
 from mpirpc.errors import NotInitializedError, TransportError
+
+log = logging.getLogger("mpirpc.progress")
 
 FOLLOW = 0.05
 """How long a parked thread sleeps at most before it looks again whether the lead is free, in seconds."""
@@ -93,7 +96,7 @@ class ProgressEngine:
         self._spin_time, self._idle_sleep = spin_time, idle_sleep
         self._lock = threading.Lock()  # around every transport call
         self._lead = threading.Lock()
-        self._leader: Waiter | None = None  # what the latest leader waits for; unparking it ends its sleep
+        self._leader: Waiter | None = None  # what the leader waits for; unparking it ends its sleep
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._sum: tuple[list[int], Waiter] | None = None
@@ -118,8 +121,9 @@ class ProgressEngine:
 
     def wake(self) -> None:
         """End the sleep of the leader, if it sleeps."""
-        if self._leader is not None:
-            self._leader.unpark()
+        leader = self._leader
+        if leader is not None:
+            leader.unpark()
 
     def _empty_outbox(self) -> None:
         """Send what is in the outbox, unless another thread is about to do so."""
@@ -191,12 +195,14 @@ class ProgressEngine:
                     self._ring(now)
                 arrivals = self._poll()
                 if arrivals or self.chores:
+                    self._leader = None
                     self._lead.release()
                     holds = False
                     self._handle_all(arrivals, takes_works)
                     if goal.done or not self._lead.acquire(False):
                         return
                     holds = True
+                    self._leader = goal
                     spin = None
                     continue
                 if now >= deadline or (takes_works and self._followers):
@@ -207,18 +213,28 @@ class ProgressEngine:
                 spin.pause(now, goal.park, longest)
         finally:
             if holds:
+                self._leader = None  # what it waited for may hold the user's tensors
                 self._lead.release()
             self._promote()
 
     def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
-        for arrival in arrivals:
-            self._handle(arrival)
+        for place, arrival in enumerate(arrivals):
+            try:
+                self._handle(arrival)
+            except Exception:
+                log.exception("a message could not be handled; this is a bug in mpirpc")
+            except BaseException:  # Ctrl-C: the other messages are not lost
+                self.urgent.extend([partial(self._handle, rest) for rest in arrivals[place + 1 :]])
+                raise
         while self.chores:
             try:
                 chore, argument = self.chores.popleft()
             except IndexError:
                 break
-            chore(argument)
+            try:
+                chore(argument)
+            except Exception:
+                log.exception("a dead handle could not be released; this is a bug in mpirpc")
         if (self.works or self.urgent) and not takes_works:
             self.on_works()
 
