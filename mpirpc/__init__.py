@@ -4,6 +4,8 @@ from mpirpc import autograd, backend_registry, errors, functions, nn, optim
 from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.future import Future
 from mpirpc.api import (
+    all_gather,
+    barrier,
     debug_info,
     get_worker_info,
     get_worker_infos,
@@ -13,6 +15,7 @@ from mpirpc.api import (
     rpc_async,
     rpc_sync,
     shutdown,
+    wait_all,
 )
 from mpirpc.backend_registry import BackendType
 from mpirpc.errors import RemoteError, RpcError, RpcTimeoutError
@@ -31,8 +34,10 @@ __all__ = [
     "RpcError",
     "RpcTimeoutError",
     "WorkerInfo",
+    "all_gather",
     "autograd",
     "backend_registry",
+    "barrier",
     "debug_info",
     "errors",
     "functions",
@@ -46,4 +51,5 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_all",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpirpc._core.agent import WorkerInfo
@@ -19,6 +20,8 @@ from mpirpc.rref import UNSET_TIMEOUT, RRef, check_timeout
 
 __all__ = [
     "WorkerInfo",
+    "all_gather",
+    "barrier",
     "debug_info",
     "get_worker_info",
     "get_worker_infos",
@@ -28,6 +31,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_all",
 ]
 
 To = str | int | WorkerInfo
@@ -92,6 +96,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Raises:
         RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
+        WorkerLostError: Another one has stopped without waiting for the group; this worker has stopped too.
         RRefError: RRefs were leaked, which is a bug; this worker has stopped all the same.
     """
     runtime: Runtime | None = get_current_or_none()
@@ -211,6 +216,69 @@ def _prepare(
     timeout = check_timeout(timeout, runtime.options.rpc_timeout)
     dest = runtime.agent.find_worker(to).id
     return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), timeout
+
+
+@contextmanager
+def wait_all() -> Iterator[None]:
+    """Wait, on leaving the block, for every call that ``rpc_async`` started in it on this thread.
+
+    All of them are waited for, also when one fails or the block raises.
+
+    Raises:
+        Exception: The first error among the calls, in the order in which they were started.
+
+    Example::
+
+        with mpirpc.wait_all():
+            for worker in ("worker1", "worker2"):
+                mpirpc.rpc_async(worker, update)
+    """
+    runtime = get_current()
+    errors = []
+    with runtime.calls.collected_futures() as futures:
+        try:
+            yield
+        finally:
+            for future in futures:
+                try:
+                    future.wait()
+                except Exception as error:
+                    errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def all_gather(obj: Any, workers: Iterable[To] | None = None, timeout: float = 0) -> dict[str, Any]:
+    """Give an object and return what each worker gave, by name. All of ``workers`` must call it.
+
+    The objects travel over one of the workers: meant for small ones. Several threads of a worker may take
+    part in rounds of their own; who meets whom is then open.
+
+    Args:
+        obj: Anything that can be sent.
+        workers: Who takes part, this worker among them; default all of the group.
+        timeout: Limit in seconds; 0 means none.
+
+    Raises:
+        RpcTimeoutError: Some had not called it in time; it fails on the others too.
+        ConfigurationError: This worker is not among ``workers``.
+        UnknownWorkerError: One of ``workers`` is not in the group.
+
+    Thread: any.   Progress: waits for all of ``workers``.
+    """
+    runtime = get_current()
+    agent = runtime.agent
+    names = {agent.find_worker(worker).name for worker in (agent.workers if workers is None else workers)}
+    if agent.me.name not in names:
+        raise ConfigurationError(f"{agent.me} is not among the workers that take part: {sorted(names)}")
+    limit = check_timeout(timeout, runtime.options.rpc_timeout)
+    objects: dict[str, Any] = runtime.gathering.all_gather(sorted(names), obj, limit)
+    return objects
+
+
+def barrier(workers: Iterable[To] | None = None, timeout: float = 0) -> None:
+    """Wait until all of ``workers`` have called it. Arguments and errors are those of ``all_gather``."""
+    all_gather(None, workers, timeout)
 
 
 def debug_info() -> dict[str, Any]:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 __all__ = ["async_execution"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -40,8 +42,17 @@ def async_execution(fn: _F) -> _F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    if isinstance(fn, torch.jit.ScriptFunction):
+        wrapper.__module__, wrapper.__name__ = place_of_script(fn)
+        wrapper.__qualname__ = wrapper.__name__
     setattr(wrapper, _MARK, True)
     return wrapper  # type: ignore[return-value]
+
+
+def place_of_script(fn: torch.jit.ScriptFunction) -> tuple[str, str]:
+    """Return module and name of a scripted function; its ``__module__`` and ``__name__`` are its class's."""
+    module, _, name = fn.qualified_name.removeprefix("__torch__.").rpartition(".")
+    return module or "__main__", name
 
 
 def is_async_execution(fn: Callable[..., Any]) -> bool:

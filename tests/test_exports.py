@@ -15,8 +15,10 @@ EXPORTS = {
         "RpcError",
         "RpcTimeoutError",
         "WorkerInfo",
+        "all_gather",
         "autograd",
         "backend_registry",
+        "barrier",
         "debug_info",
         "errors",
         "functions",
@@ -30,12 +32,13 @@ EXPORTS = {
         "rpc_async",
         "rpc_sync",
         "shutdown",
+        "wait_all",
     ],
     "mpirpc.autograd": ["backward", "context", "get_gradients"],
     "mpirpc.functions": ["async_execution"],
     "mpirpc.nn": ["RemoteModule"],
     "mpirpc.optim": ["DistributedOptimizer"],
-    "mpirpc.testing": ["LoopbackCluster"],
+    "mpirpc.testing": ["FaultyTransport", "LoopbackCluster"],
 }
 
 

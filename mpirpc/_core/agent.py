@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
 from mpirpc._core.executor import Executor
-from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Message
+from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Leave, Message
 from mpirpc._core.progress import ProgressEngine, Waiter
 from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
@@ -26,6 +26,7 @@ from mpirpc.errors import (
     RpcError,
     RpcTimeoutError,
     UnknownWorkerError,
+    WorkerLostError,
 )
 from mpirpc.options import MPIRpcBackendOptions
 
@@ -128,7 +129,7 @@ class Agent:
         self.engine.on_failure = self._fail_all
         name = f"mpirpc-{workers[self.rank].name}"
         self.executor = Executor(self.engine, options.num_worker_threads, name, prepare_thread)
-        self.handlers: dict[type, Handler] = {}
+        self.handlers: dict[type, Handler] = {Leave: self._on_leave}
         self.num_requests = 0
         self._by_name = {worker.name: worker for worker in workers}
         self._ids = itertools.count(1)
@@ -143,6 +144,8 @@ class Agent:
             if name in self._by_name
         }
         self._closed_because = ""
+        self.left: set[int] = set()  # workers that left without agreement; _on_leave() adds
+        self.on_left: Callable[[int], None] = lambda rank: None
 
     # --- workers ---
 
@@ -220,7 +223,10 @@ class Agent:
         self._pending[pending.request_id] = pending
         if pending.deadline < self.engine.alarm_at:
             self.engine.alarm_at = pending.deadline
-        self.engine.submit(pending.dest, outgoing)
+        if pending.dest in self.left:
+            self._end(pending, self._lost(pending))
+        else:
+            self.engine.submit(pending.dest, outgoing)
 
     def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""
@@ -287,6 +293,21 @@ class Agent:
         """Run ``action`` if the response to a request that has ended without one still comes."""
         self._overdue[request_id] = action
 
+    def _on_leave(self, source: int, _incoming: Incoming) -> None:
+        """Note that a worker is gone: nothing that waits for it will be answered."""
+        self.left.add(source)
+        self.on_left(source)
+        for pending in list(self._pending.values()):
+            if pending.dest == source:
+                self._end(pending, self._lost(pending))
+
+    def _lost(self, pending: Pending) -> WorkerLostError:
+        return WorkerLostError(
+            f"{self.describe(pending.dest)} left the group without waiting for it: no response to request "
+            f"{pending.request_id} ({name_of(pending.what)})",
+            "it called shutdown(graceful=False), or its shutdown failed",
+        )
+
     def _end(self, pending: Pending, error: BaseException) -> None:
         """End a request without a response, unless it is over already."""
         if self._pending.pop(pending.request_id, None) is not None:
@@ -343,8 +364,16 @@ class Agent:
         return not (self._pending or self.executor.is_busy or engine.works or engine.urgent or engine.chores)
 
     def stop(self, why: str, graceful: bool) -> None:
-        """End: refuse new requests, fail those pending, stop the threads, close the transport."""
+        """End: refuse new requests, fail those pending, stop the threads, close the transport.
+
+        Not graceful: the others are told, so that they do not wait for this worker; nobody waits until they
+        know.
+        """
         self._closed_because = why
+        if not graceful:
+            for worker in self.workers:
+                if worker.id != self.rank and worker.id not in self.left:
+                    self.send(worker.id, Leave())
         self._fail_all(NotInitializedError(f"the call was pending when {why}"))
         self.executor.stop()
         self.engine.close(graceful)

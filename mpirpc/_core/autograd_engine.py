@@ -72,6 +72,7 @@ class AutogradEngine:
         self._num_contexts = 0
         self._num_sends = 0
         self._num_passes = 0
+        self._gone: set[int] = set()  # workers that left the group; lose() puts in
         self._thread = threading.local()
 
     def __repr__(self) -> str:
@@ -294,6 +295,7 @@ class AutogradEngine:
                 self._passes[context_id][pass_id] = runner
         try:
             runner.work(runner.build(edges, ones))
+            runner.fail_if_lost(self._gone)
             runner.wait(deadline)
         except BaseException as error:
             runner.fail(error)
@@ -339,6 +341,14 @@ class AutogradEngine:
             ]
         for runner in runners:
             runner.fail(error)
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone: fail the passes that need it, now and later."""
+        self._gone.add(worker)
+        with self._lock:
+            runners = [runner for runners in self._passes.values() for runner in runners.values()]
+        for runner in runners:
+            runner.fail_if_lost(self._gone)
 
     def close(self, error: BaseException) -> None:
         """End all passes with ``error`` and free all contexts, without telling anybody."""
@@ -396,6 +406,7 @@ class AutogradEngine:
                 return runner
             runner = PassRunner(self._ports, self._lock, context, pass_id, message.retain_graph, source)
             runners[pass_id] = runner
+        runner.fail_if_lost(self._gone)
         self._ports.start(runner.build_and_work)
         return runner
 

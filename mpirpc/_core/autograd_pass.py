@@ -40,7 +40,7 @@ from mpirpc._core.messages import (
     Message,
     PassId,
 )
-from mpirpc.errors import RpcTimeoutError
+from mpirpc.errors import RpcTimeoutError, WorkerLostError
 
 Gradients = Sequence[torch.Tensor | None]
 """One entry per tensor of a message that requires grad."""
@@ -375,6 +375,13 @@ class PassRunner:
     def fail(self, error: BaseException) -> None:
         """The pass failed at this worker: end it, tell the neighbours."""
         self.abort(error, self._ports.rank, None)
+
+    def fail_if_lost(self, gone: set[int]) -> None:
+        """Fail if something is left to do and one of the workers that are gone took part in the context."""
+        lost = sorted(self._context.known_workers & gone)
+        if lost and self.active:
+            names = ", ".join(map(self._ports.describe, lost))
+            self.fail(WorkerLostError(f"a backward pass needs {names}, which left the group"))
 
     def abort(self, error: BaseException, failed_on: int, body: Body | None) -> None:
         """End the pass and tell the neighbours, once. ``body``: the error as it came from elsewhere."""

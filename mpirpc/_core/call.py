@@ -218,14 +218,14 @@ class Calls:
     @staticmethod
     def _respond_later(func: Any, result: Any, respond: Respond) -> None:
         """Answer when the future that an ``async_execution`` function returned is done."""
-        if not isinstance(result, torch.futures.Future):
+        if not isinstance(result, torch._C.Future):  # as those of torch.futures.collect_all are
             raise NotAFutureError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"{name_of(func)} returned {type(result).__qualname__}",
                 "the decorator is mpirpc.functions.async_execution; without it any result will do",
             )
 
-        def answer(done: torch.futures.Future[Any]) -> None:
+        def answer(done: Any) -> None:
             try:
                 value = done.value()
             except BaseException as error:

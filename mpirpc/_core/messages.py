@@ -207,6 +207,11 @@ class ContextRelease:
     context_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """To every other worker: this one has left the group without waiting for it; expect nothing from it."""
+
+
 Message = (
     CallRequest
     | FetchRequest
@@ -221,5 +226,6 @@ Message = (
     | BackwardAck
     | BackwardFailed
     | ContextRelease
+    | Leave
 )
 """Any message of the library."""

@@ -29,6 +29,7 @@ import torch
 from mpirpc._core.messages import Body, ForkDescriptor
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc.errors import SerializationError
+from mpirpc.functions import place_of_script
 
 try:
     import cloudpickle
@@ -138,9 +139,8 @@ def _name_of(func: Any) -> _Name | None:
 
 def _place_in_module(func: Any) -> tuple[str, str | None]:
     """Return the module and the name that a function gives as its own."""
-    if isinstance(func, torch.jit.ScriptFunction):  # its __name__ and __module__ are those of the class
-        module, _, name = func.qualified_name.removeprefix("__torch__.").rpartition(".")
-        return module or "__main__", name
+    if isinstance(func, torch.jit.ScriptFunction):
+        return place_of_script(func)
     return getattr(func, "__module__", None) or "torch", getattr(func, "__name__", None)
 
 
@@ -308,7 +308,7 @@ def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
     elif hook is not None and kind is hook.rref_type:
         body.forks.append(hook.fork(obj))
         return _rref, (len(body.forks) - 1,)
-    elif isinstance(obj, torch.futures.Future):
+    elif isinstance(obj, torch._C.Future):
         raise pickle.PicklingError("Can not pickle torch.futures.Future")
     elif isinstance(obj, torch.jit.ScriptModule):
         return _load_script_module, (_save_script_module(obj),)
@@ -320,7 +320,7 @@ def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
 def _save_script_module(module: torch.jit.ScriptModule) -> bytes:
     """Write a scripted module with its code and tensors.   Copies: its tensors."""
     buffer = io.BytesIO()
-    torch.jit.save(module, buffer)  # type: ignore[no-untyped-call]
+    torch.jit.save(module, buffer)
     return buffer.getvalue()
 
 

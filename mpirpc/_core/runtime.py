@@ -22,7 +22,13 @@ from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_store import RRefStore
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
-from mpirpc.errors import LocalProtocolError, NotInitializedError, RpcTimeoutError, RRefError
+from mpirpc.errors import (
+    LocalProtocolError,
+    NotInitializedError,
+    RpcTimeoutError,
+    RRefError,
+    WorkerLostError,
+)
 from mpirpc.options import MPIRpcBackendOptions
 from mpirpc.rref import RRef
 
@@ -83,6 +89,7 @@ class Runtime:
         self.agent = Agent(transport, workers, options, self._prepare_thread)
         self.store = RRefStore(self.agent)
         self.autograd = AutogradEngine(_AutogradPorts(self.agent))
+        self.agent.on_left = self.autograd.lose
         for kind in (m.BackwardBegin, m.Gradient, m.BackwardAck, m.BackwardFailed, m.ContextRelease):
             self.agent.handlers[kind] = self._on_autograd
         hook = RRefHook(RRef, self._fork, self.store.cancel_fork)
@@ -119,6 +126,7 @@ class Runtime:
         Raises:
             LocalProtocolError: Called by a function that runs as a call.
             RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
+            WorkerLostError: Another one has stopped without agreement; this worker has stopped too.
             RRefError: Values are still referenced (see ``ignore_leaks``); this worker has stopped all the
                 same.
         """
@@ -181,6 +189,11 @@ class Runtime:
         waiter = waiter or Waiter()
         pause = QUIET_LOOK
         while not is_done():
+            if self.agent.left:
+                raise WorkerLostError(
+                    f"shutdown of {self.agent.me} cannot be graceful: "
+                    f"{', '.join(map(self.agent.describe, sorted(self.agent.left)))} left without waiting"
+                )
             if monotonic() >= deadline:
                 raise RpcTimeoutError(
                     f"shutdown of {self.agent.me} timed out: {self._what_is_open()}",

@@ -95,6 +95,7 @@ _KINDS: tuple[Any, ...] = (
     m.BackwardAck,
     m.BackwardFailed,
     m.ContextRelease,
+    m.Leave,
 )
 """Position + 1 is the kind on the wire: append only."""
 

@@ -179,6 +179,15 @@ def failed_future():
 
 
 @rpc.functions.async_execution
+def collected(value):
+    first, second = torch.futures.Future(), torch.futures.Future()
+    both = torch.futures.collect_all([first, second])  # an object of another class than those two
+    first.set_result(value)
+    second.set_result(value)
+    return both.then(lambda done: sum(future.value() for future in done.value()))
+
+
+@rpc.functions.async_execution
 def no_future():
     return 5
 
@@ -186,6 +195,7 @@ def no_future():
 @pytest.mark.parametrize("to", [0, 1])
 def test_async_execution(cluster, to):
     assert rpc.rpc_sync(to, answer_with, args=(5,)) == 5
+    assert rpc.rpc_sync(to, collected, args=(5,)) == 10
     with pytest.raises(ValueError, match="at once"):
         rpc.rpc_sync(to, fails_at_once)
     with pytest.raises(ValueError, match="in the future"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpirpc as rpc
-from mpirpc.errors import SerializationError
+from mpirpc.errors import NotAFutureError, SerializationError
 from mpirpc.testing import LoopbackCluster
 
 with warnings.catch_warnings():
@@ -20,6 +20,11 @@ with warnings.catch_warnings():
     def refuse(tensor):
         if tensor.numel() >= 0:
             raise ValueError("refused")
+        return tensor
+
+    @rpc.functions.async_execution
+    @torch.jit.script
+    def no_future(tensor):
         return tensor
 
 
@@ -56,6 +61,11 @@ def test_scripted_function_is_called_by_name(cluster):
 def test_scripted_function_as_argument_and_result(cluster):
     assert rpc.rpc_sync("worker1", call, args=(double, torch.ones(1))).item() == 2
     assert rpc.rpc_sync("worker1", dict, args=([("it", double)],))["it"] is double
+
+
+def test_async_execution_over_a_scripted_function(cluster):
+    with pytest.raises(NotAFutureError, match=r"test_pickling_scripts\.no_future returned Tensor"):
+        rpc.rpc_sync("worker1", no_future, args=(torch.ones(1),))
 
 
 def test_error_of_a_scripted_function(cluster):

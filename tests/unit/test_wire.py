@@ -33,6 +33,7 @@ MESSAGES = [
     m.BackwardAck(7, PassId(1, 2)),
     m.BackwardFailed(7, PassId(1, 2), 3),
     m.ContextRelease(7),
+    m.Leave(),
 ]
 FORKS = [ForkDescriptor(RRefId(0, 1), ForkId(2, 3), 4, 5), ForkDescriptor(RRefId(1, 1), ForkId(2, 9), 0, 0)]
 DTYPES = [
