@@ -49,7 +49,7 @@ def async_execution(fn: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-def place_of_script(fn: torch.jit.ScriptFunction) -> tuple[str, str]:
+def place_of_script(fn: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
     """Return module and name of a scripted function; its ``__module__`` and ``__name__`` are its class's."""
     module, _, name = fn.qualified_name.removeprefix("__torch__.").rpartition(".")
     return module or "__main__", name
