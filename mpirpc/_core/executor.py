@@ -186,6 +186,7 @@ class Executor:
                     may_lead = True
                 elif may_lead and self._engine.try_lead():
                     self._engine.lead(goal, UNLIMITED, takes_works=True)
+                    may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:
                     may_lead = self._stand_by(goal)
         except _Retired:

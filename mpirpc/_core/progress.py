@@ -17,6 +17,7 @@ Finalizers append to ``chores`` (atomic, takes no lock); the leader carries them
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ log = logging.getLogger("mpirpc.progress")
 
 FOLLOW = 0.05
 """How long a parked thread sleeps at most before it looks again whether the lead is free, in seconds."""
+
+LOOKS_BESIDE = 100
+"""How often a thread polls beside an executor thread that leads, before it parks."""
 
 UNFINISHED_SLEEP = 1e-4
 """Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
@@ -97,6 +101,7 @@ class ProgressEngine:
         self._lock = threading.Lock()  # around every transport call
         self._lead = threading.Lock()
         self._leader: Waiter | None = None  # what the leader waits for; unparking it ends its sleep
+        self._executor_leads = False  # whether the leader is an executor thread
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._sum: tuple[list[int], Waiter] | None = None
@@ -185,6 +190,7 @@ class ProgressEngine:
         May return earlier, when another thread has taken the lead.
         """
         self.num_leads += 1
+        self._executor_leads = takes_works
         self._leader = goal
         spin: Backoff | None = None  # made when there is nothing to do
         holds = True
@@ -276,13 +282,28 @@ class ProgressEngine:
         """Park until ``goal`` is done or the lead is offered."""
         self._followers.append(goal)
         self.wake()  # an executor thread hands the lead over
-        if not goal.done:
+        if not (self._executor_leads and self._look_around(goal)):
             goal.park(min(FOLLOW, deadline - monotonic()))
         try:
             self._followers.remove(goal)
         except ValueError:  # the lead was offered to us
             if goal.done:
                 self._promote()
+
+    def _look_around(self, goal: Waiter) -> bool:
+        """While an executor thread is on its way to give the lead up, poll beside it.
+
+        Returns:
+            Whether ``goal`` is done, or the lead is free.
+        """
+        for _ in range(LOOKS_BESIDE):
+            arrivals = self._poll()
+            if arrivals:
+                self._handle_all(arrivals, False)
+            if goal.done or not self._lead.locked():
+                return True
+            os.sched_yield()
+        return False
 
     # --- agreeing with all workers ---
 
