@@ -190,7 +190,7 @@ def _check_constructor_arguments(module_cls: object, args: object, kwargs: objec
 
 
 def _no_module(but: str) -> str:
-    return f"Expect `module_cls(*args, **kwargs)` returns an instance of {nn.Module}, but {but}."
+    return f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but {but}."
 
 
 def _parse_remote_device(remote_device: object) -> tuple[WorkerInfo, str]:

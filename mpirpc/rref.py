@@ -100,9 +100,15 @@ class RRef(Generic[T]):
         rref_id = store.new_rref_id()
         rref = cls.__new__(cls)
         if dest == calls.agent.rank:
-            store.create(rref_id, "a call from itself")
+            place = store.create(rref_id, "a call from itself")
             rref._set(calls, rref_id, NO_FORK, dest, None)
-            rref._creation = calls.start_call(dest, call, timeout, rref_id)
+
+            def on_end(pending: Pending) -> None:
+                pending.set()
+                if isinstance(pending.error, TransportError):  # never sent: nobody else will fill the place
+                    store.set_value(place, None, pending.error)
+
+            rref._creation = calls.start_call(dest, call, timeout, rref_id, on_done=on_end)
             return rref
         fork_id = store.new_fork_id()
         store.create_user(rref_id, fork_id, dest)
@@ -168,6 +174,7 @@ class RRef(Generic[T]):
                 worker=str(self.owner()),
             )
         if place.error is not None:
+            self._check_creation()
             raise fresh(place.error)
         value: T = place.value
         return value

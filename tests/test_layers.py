@@ -30,7 +30,7 @@ LAYERS = [
         "_core/transport",
         "_core/current",
     ],
-    ["_core/tensor_layout", "_core/rref_protocol", "_core/autograd_protocol"],
+    ["_core/tensor_layout", "_core/sparse_layout", "_core/rref_protocol", "_core/autograd_protocol"],
     [
         "_core/wire",
         "_core/pickling",

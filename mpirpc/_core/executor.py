@@ -28,6 +28,10 @@ log = logging.getLogger("mpirpc.executor")
 PATIENCE = 5e-4
 """Seconds between two looks of the deputy."""
 
+VACANT_AFTER = 4
+"""Looks without any change after which a free lead is taken: fewer would take it from a thread that makes
+slow calls one after the other, and make them slower still."""
+
 COLD_AFTER = 40
 """Looks without any change after which the deputy parks."""
 
@@ -261,7 +265,7 @@ class Executor:
             now = (engine.num_leads, self._num_started)
             unchanged = unchanged + 1 if now == seen else 0
             seen = now
-            if unchanged and not engine.is_led():
+            if unchanged >= VACANT_AFTER and not engine.is_led():
                 break
             if unchanged < COLD_AFTER:
                 goal.park(PATIENCE)

@@ -289,7 +289,7 @@ def _rref(index: int) -> object:
 def _travels_raw(tensor: torch.Tensor) -> bool:
     """Say whether the tensor can travel as plain bytes; others go through torch's own pickling."""
     return (
-        tensor.layout is torch.strided
+        (tensor.layout is torch.strided or tensor.layout is torch.sparse_coo)
         and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_quantized
         and not tensor.is_conj()

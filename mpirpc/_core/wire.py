@@ -25,6 +25,7 @@ import torch
 from mpirpc._core import messages as m
 from mpirpc._core.devices import DeviceMap
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, Message, RRefId
+from mpirpc._core.sparse_layout import has_sparse, join, split
 from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, rebuild
 from mpirpc._core.transport import Outgoing
 from mpirpc.errors import RemoteProtocolError
@@ -35,8 +36,8 @@ MAGIC = 0x5201
 PAYLOAD_IN_HEAD = 1 << 20
 """Larger payloads travel as a frame, the last one: a head stays far below what one MPI message can carry."""
 
-PAYLOAD_IS_FRAME = 1
-"""Flag in the prefix."""
+PAYLOAD_IS_FRAME, HAS_SPARSE = 1, 2
+"""Flags in the prefix."""
 
 _PREFIX = struct.Struct("<HBBIIIQ")
 _FORK = struct.Struct("<qqqqii")
@@ -129,16 +130,16 @@ def encode(
     if not body.tensors and not body.forks and len(body.payload) <= PAYLOAD_IN_HEAD:
         head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(body.payload), *fields.flatten(message))
         return Outgoing(head + body.payload, [])
-    laid = lay_out(body.tensors, eager_limit, device_map)
-    payload, flags = body.payload, 0
+    tensors, payload, flags = body.tensors, body.payload, 0
+    if has_sparse(tensors):
+        tensors, flags = split(tensors), HAS_SPARSE
+    laid = lay_out(tensors, eager_limit, device_map)
     if len(payload) > PAYLOAD_IN_HEAD:
         laid.frames.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         laid.sizes.append(len(payload) | FRAME_BIT)
-        payload, flags = b"", PAYLOAD_IS_FRAME
+        payload, flags = b"", flags | PAYLOAD_IS_FRAME
     sizes = laid.sizes
-    prefix = _PREFIX.pack(
-        MAGIC, fields.kind, flags, len(sizes), len(body.forks), len(body.tensors), len(payload)
-    )
+    prefix = _PREFIX.pack(MAGIC, fields.kind, flags, len(sizes), len(body.forks), len(tensors), len(payload))
     parts: list[bytes | memoryview] = [prefix]
     if sizes:
         parts.append(struct.pack(f"<{len(sizes)}Q", *sizes))
@@ -198,6 +199,8 @@ class Incoming:
         needs_grad: list[bool] = []
         if self._num_tensors:
             tensors, needs_grad, at = rebuild(self._head, at, self._num_tensors, self._sizes, self._frames)
+            if self._flags & HAS_SPARSE:
+                tensors, needs_grad = join(tensors, needs_grad)
         if self._flags & PAYLOAD_IS_FRAME:
             payload = self._frames[-1].numpy().data
         elif at + self._payload_nbytes > len(self._head):

@@ -59,7 +59,5 @@ def test_options_of_mpi():
 
 
 def test_mpi_wants_its_own_options():
-    with pytest.raises(
-        ConfigurationError, match="is a RpcBackendOptions, not MPIRpcBackendOptions"
-    ):
+    with pytest.raises(ConfigurationError, match="is a RpcBackendOptions, not MPIRpcBackendOptions"):
         init_backend(BackendType.MPI, "a", 0, 1, RpcBackendOptions())

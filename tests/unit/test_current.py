@@ -22,7 +22,7 @@ def restore(monkeypatch):
 def test_without_a_runtime_the_next_step_is_named():
     assert current.get_current_or_none() is None
     with pytest.raises(
-        NotInitializedError, match=r"(?s)RPC has not been initialized.*hint: call mpirpc\.init_rpc"
+        NotInitializedError, match=r"(?s)RPC has not been initialized.*hint: .*call mpirpc\.init_rpc"
     ):
         current.get_current()
 

@@ -81,12 +81,12 @@ class FaultyCluster(LoopbackCluster):
     """Two workers; the first one's transport is faulty."""
 
     def __init__(self, fault):
-        super().__init__(2)
-        workers, options = self.runtimes[0].agent.workers, MPIRpcBackendOptions()
-        self.runtimes[0].shutdown(graceful=False, timeout=0)
-        self.runtimes[0] = Runtime(
-            FaultyTransport(LoopbackTransport(self.network, 0), fault), workers, options
-        )
+        self.network = LoopbackNetwork(2)
+        first, second = (LoopbackTransport(self.network, rank) for rank in range(2))
+        workers = [rpc.WorkerInfo(f"worker{rank}", rank) for rank in range(2)]
+        self.runtimes = [
+            Runtime(end, workers, MPIRpcBackendOptions()) for end in (FaultyTransport(first, fault), second)
+        ]
 
 
 def refuse_remote(dest, message):
@@ -112,6 +112,14 @@ def test_a_refused_remote_call_leaves_nothing_and_tells_whoever_uses_its_rref():
             with pytest.raises(RRefError, match="RRef creation"):
                 rpc.rpc_async("worker1", use, args=(rref,))
         assert rpc.debug_info()["pending_rrefs"] == 0
+
+
+def test_who_waits_already_when_a_remote_call_to_itself_is_refused_is_told():
+    with FaultyCluster(refuse_remote) as cluster, cluster.on(0):
+        with pytest.raises(RRefError, match="RRef creation"):
+            rpc.remote(0, dict).to_here()
+        with pytest.raises(RRefError, match="RRef creation"):
+            rpc.remote(0, dict).local_value()
 
 
 def test_late_control_messages_keep_values_alive_as_long_as_needed():
