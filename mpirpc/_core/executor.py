@@ -267,14 +267,13 @@ class Executor:
             seen = now
             if unchanged >= VACANT_AFTER and not engine.is_led():
                 break
-            if unchanged < COLD_AFTER:
+            if unchanged < COLD_AFTER or not engine.is_led():
                 goal.park(PATIENCE)
                 continue
             self._deputy_is_cold = True
             if engine.is_led() and not goal.done:  # who gives the lead up from now on sees that we are cold
                 goal.park(SPARE_LIFE)
             self._deputy_is_cold = False
-            unchanged = 0
         with self._lock:
             self._deputy = None
 

@@ -257,10 +257,13 @@ class ProgressEngine:
         """Wake one parked thread to take the lead; if there is none, tell the executor."""
         if self._lead.locked():
             return
-        try:
-            self._followers.popleft().unpark()
-        except IndexError:
-            self.on_vacant()
+        while self._followers:
+            try:
+                self._followers.popleft().unpark()
+            except IndexError:  # the last one has just gone
+                break
+            return
+        self.on_vacant()
 
     # --- waiting ---
 

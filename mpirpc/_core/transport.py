@@ -40,7 +40,8 @@ class Outgoing:
     @property
     def nbytes(self) -> int:
         """Bytes of head and frames."""
-        return len(self.head) + sum(frame.numel() for frame in self.frames)
+        nbytes = len(self.head)
+        return nbytes + sum(frame.numel() for frame in self.frames) if self.frames else nbytes
 
 
 @dataclass(slots=True)
@@ -56,6 +57,12 @@ class Arrival:
     source: int
     head: bytearray
     frames: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of head and frames."""
+        nbytes = len(self.head)
+        return nbytes + sum(frame.numel() for frame in self.frames) if self.frames else nbytes
 
 
 @dataclass(frozen=True, slots=True)

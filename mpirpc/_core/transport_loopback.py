@@ -112,7 +112,7 @@ class LoopbackTransport:
         if arrival is None:
             return ()
         self._received += 1
-        self._received_nbytes += len(arrival.head) + sum(frame.numel() for frame in arrival.frames)
+        self._received_nbytes += arrival.nbytes
         return (arrival,)
 
     def has_unfinished(self) -> bool:

@@ -216,7 +216,7 @@ class MPITransport:
             raise _translate(error, "receiving") from error
         for arrival in arrivals:
             self._received += 1
-            self._received_nbytes += len(arrival.head) + sum(frame.numel() for frame in arrival.frames)
+            self._received_nbytes += arrival.nbytes
         return arrivals
 
     def _probe(self, arrivals: list[Arrival]) -> None:
