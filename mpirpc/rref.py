@@ -113,17 +113,18 @@ class RRef(Generic[T]):
         fork_id = store.new_fork_id()
         store.create_user(rref_id, fork_id, dest)
 
+        def confirm() -> None:  # also by a response that comes after the timeout
+            store.confirm_user(fork_id)
+
         def on_done(pending: Pending) -> None:
             if pending.incoming is not None:
-                store.confirm_user(fork_id)
+                confirm()
             elif isinstance(pending.error, TransportError):  # never sent
                 store.forget_user(fork_id)
-            else:  # overdue: the owner knows the handle once a response comes
-                calls.agent.when_late(pending.request_id, lambda: store.confirm_user(fork_id))
             pending.set()
 
         try:
-            creation = calls.start_call(dest, call, timeout, rref_id, fork_id, on_done)
+            creation = calls.start_call(dest, call, timeout, rref_id, fork_id, on_done, confirm)
         except BaseException:
             store.forget_user(fork_id)
             raise

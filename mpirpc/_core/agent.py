@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from mpirpc._core import wire
@@ -63,9 +63,20 @@ class Pending(Waiter):
         error: What ended the request without a response; set before ``done``.
         what: The function called; for messages.
         on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
+        on_late: If set, called if the request ended without a response, and one comes after all.
     """
 
-    __slots__ = ("deadline", "dest", "error", "incoming", "on_done", "request_id", "timeout", "what")
+    __slots__ = (
+        "deadline",
+        "dest",
+        "error",
+        "incoming",
+        "on_done",
+        "on_late",
+        "request_id",
+        "timeout",
+        "what",
+    )
 
     def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
         super().__init__()
@@ -77,20 +88,21 @@ class Pending(Waiter):
         self.incoming: Incoming | None = None
         self.error: BaseException | None = None
         self.on_done: Callable[[Pending], None] | None = None
+        self.on_late: Callable[[], None] | None = None
 
 
 class _BelowLimit(Waiter):
-    """Done when few enough bytes are on their way to a worker."""
+    """Done when few enough bytes are on their way to a worker, or it has left."""
 
-    __slots__ = ("_dest", "_limit", "_transport")
+    __slots__ = ("_dest", "_left", "_limit", "_transport")
 
-    def __init__(self, transport: Transport, dest: int, limit: int) -> None:
-        self._transport, self._dest, self._limit = transport, dest, limit
+    def __init__(self, transport: Transport, dest: int, limit: int, left: Container[int]) -> None:
+        self._transport, self._dest, self._limit, self._left = transport, dest, limit, left
         super().__init__()
 
     @property
     def done(self) -> bool:
-        return self._transport.unfinished_nbytes(self._dest) <= self._limit
+        return self._dest in self._left or self._transport.unfinished_nbytes(self._dest) <= self._limit
 
     @done.setter
     def done(self, value: bool) -> None:
@@ -136,7 +148,7 @@ class Agent:
         # request_id -> request: request() adds; the response, the deadline or the end of the group removes
         self._pending: dict[int, Pending] = {}
         self._late: Callable[[int, Incoming], None] = lambda source, incoming: None
-        # request_id -> what to do should its response still come; when_late() adds, the response removes
+        # request_id -> what to do should its response still come; _end() adds, the response removes
         self._overdue: dict[int, Callable[[], None]] = {}
         self._device_maps: dict[int, DeviceMap] = {
             self._by_name[name].id: device_map
@@ -203,6 +215,8 @@ class Agent:
         """Raise NotInitializedError if the group has ended here."""
         if self._closed_because:
             raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
+        if self.engine.failure is not None:
+            raise self.engine.failure
 
     def request(self, message: Message, body: Body | None, pending: Pending) -> None:
         """Send a message whose response, error or timeout ends ``pending``.
@@ -216,11 +230,15 @@ class Agent:
         self.check_open()
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
         if self._transport.unfinished_nbytes(pending.dest) > self._max_unfinished_nbytes:
-            limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes)
+            limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes, self.left)
             self.wait(limit, pending.deadline)
+            self.check_open()
         outgoing.on_failed = lambda error: self._end(pending, error)
         self.num_requests += 1
         self._pending[pending.request_id] = pending
+        if self._closed_because:  # stop() may have looked before this was added
+            self._end(pending, NotInitializedError(f"the call was pending when {self._closed_because}"))
+            return
         if pending.deadline < self.engine.alarm_at:
             self.engine.alarm_at = pending.deadline
         if pending.dest in self.left:
@@ -248,7 +266,8 @@ class Agent:
                 self._end(pending, self._timeout(pending))
                 pending.done or self.wait(pending)
         except BaseException:
-            self._pending.pop(pending.request_id, None)
+            if pending.on_done is None:  # a future may be waited for again
+                self._pending.pop(pending.request_id, None)
             raise
 
     # --- receiving ---
@@ -289,10 +308,6 @@ class Agent:
         """Set what releases the contents of a response that nobody waits for any more."""
         self._late = handler
 
-    def when_late(self, request_id: int, action: Callable[[], None]) -> None:
-        """Run ``action`` if the response to a request that has ended without one still comes."""
-        self._overdue[request_id] = action
-
     def _on_leave(self, source: int, _incoming: Incoming) -> None:
         """Note that a worker is gone: nothing that waits for it will be answered."""
         self.left.add(source)
@@ -310,14 +325,20 @@ class Agent:
 
     def _end(self, pending: Pending, error: BaseException) -> None:
         """End a request without a response, unless it is over already."""
-        if self._pending.pop(pending.request_id, None) is not None:
+        request_id = pending.request_id
+        if pending.on_late is not None and pending.error is None:
+            self._overdue[request_id] = pending.on_late  # before the pop: a response may come in between
+        if self._pending.pop(request_id, None) is not None:
             pending.error = error
             self._over(pending)
+        elif pending.error is None:
+            self._overdue.pop(request_id, None)
 
     @staticmethod
     def _over(pending: Pending) -> None:
-        if pending.on_done is not None:
-            pending.on_done(pending)
+        on_done, pending.on_done = pending.on_done, None  # it holds the future that holds this
+        if on_done is not None:
+            on_done(pending)
         else:
             pending.set()
 

@@ -17,7 +17,6 @@ Rules for this file: torch only; no user code runs except in :func:`run`; each n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,31 +109,51 @@ _AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # missing i
 def connect(tensors: Sequence[torch.Tensor]) -> tuple[Node, list[torch.Tensor]]:
     """Make received tensors the outputs of one recv function.
 
-    Each gets memory of its own, for each has a history of its own: an in-place change of one would change the
-    values of the others, and not their gradients. Views get a version counter of their own: torch forbids
-    in-place changes of views that a Python function returns.
+    Tensors that share memory with another one are given as views: each has a history of its own, so an
+    in-place change of one would change the values of the others and not their gradients; torch refuses it for
+    views that a function returns. A view that is alone gets a version counter of its own: it can be changed.
 
     Returns:
         The function's node and the tensors to be used from now on.
 
-    Copies: tensors that share memory with another one.
+    Copies: none.
     """
-    if len(tensors) > 1:
-        shared = Counter(t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided)
-        tensors = [t.clone() if _shares(t, shared) else t for t in tensors]
-    fresh = tuple(t.data if t._is_view() else t for t in tensors)
     if torch.is_grad_enabled():
-        outputs = _apply(_ANCHOR, fresh)
+        outputs = _apply(_ANCHOR, _apart(tensors))
     else:
         with torch.enable_grad():
-            outputs = _apply(_ANCHOR, fresh)
+            outputs = _apply(_ANCHOR, _apart(tensors))
     node = outputs[0].grad_fn
     assert node is not None
     return node, list(outputs)
 
 
-def _shares(tensor: torch.Tensor, shared: Mapping[int, int]) -> bool:
-    return tensor.layout is torch.strided and shared[tensor.untyped_storage().data_ptr()] > 1
+def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return tensors that may be changed in place, and views of those that may not."""
+    overlapping = _overlapping(tensors) if len(tensors) > 1 else frozenset()
+    return tuple(
+        t.view_as(t) if place in overlapping else t.data if t._is_view() else t
+        for place, t in enumerate(tensors)
+    )
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Return the places of the tensors that share memory with another one."""
+    spans = []
+    for place, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), place))
+    spans.sort()
+    found: set[int] = set()
+    reach, reached_by = 0, -1
+    for start, end, place in spans:
+        if start < reach:
+            found |= {place, reached_by}
+        if end > reach:
+            reach, reached_by = end, place
+    return frozenset(found)
 
 
 # --- exploring ---

@@ -77,6 +77,7 @@ class Calls:
         rref_id: RRefId = NO_RREF,
         fork_id: ForkId = NO_FORK,
         on_done: Callable[[Pending], None] | None = None,
+        on_late: Callable[[], None] | None = None,
     ) -> Pending:
         """Send a call (function, args, kwargs) and return what waits for its response.
 
@@ -91,6 +92,7 @@ class Calls:
         self.agent.check_open()  # before RRefs of a group that has ended are forked
         pending = Pending(self.agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
+        pending.on_late = on_late
         context_id = self._context_of_request(dest)
         if context_id:
             func, args, kwargs = call
@@ -351,8 +353,8 @@ class Calls:
 
     def _open(self, source: int, incoming: Incoming, context_id: int, message_id: int) -> Any:
         """Rebuild what a message carries: handles first (they must be released even if unpickling fails)."""
+        rrefs = [self._adopt(fork) for fork in incoming.forks()]
         body, needs_grad = incoming.body()
-        rrefs = [self._adopt(fork) for fork in body.forks] if body.forks else ()
         tensors = body.tensors
         if message_id and context_id:
             tensors = self.autograd.attach_recv(context_id, source, message_id, tensors, needs_grad)

@@ -15,8 +15,6 @@ import torch
 
 from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current
-from mpirpc._core.progress import Waiter
-from mpirpc._core.timing import deadline_after
 from mpirpc.errors import LocalProtocolError, RpcTimeoutError
 from mpirpc.functions import async_execution
 
@@ -67,7 +65,7 @@ class Rounds:
         """Fail the round for those who have come and those who still will."""
         with self._lock:
             found = self._open.get(key)
-        if found is not None:
+        if found is not None and not found.done.done():
             found.done.set_exception(error)  # type: ignore[arg-type]  # torch says T
 
     def __len__(self) -> int:
@@ -95,27 +93,22 @@ class Gathering:
         """
         key = self._next(tuple(sorted(workers)))
         agent, keeper = self._calls.agent, key.workers[0]
-        if keeper != agent.me.name:
-            call = (_join, (key, agent.me.name, obj), dict[str, Any]())
-            dest = agent.find_worker(keeper).id
+        call = (_join, (key, agent.me.name, obj), dict[str, Any]())
+        dest = agent.find_worker(keeper).id
+        try:  # the keeper calls itself: what it gets must be its own, others are still being sent theirs
             objects: dict[str, Any] = self._calls.wait_result(self._calls.start_call(dest, call, timeout))
-            return objects
-        done = self.rounds.join(key, keeper, obj)
-        if not self._wait(done, timeout):
+        except RpcTimeoutError:
+            if keeper != agent.me.name:
+                raise
             error = self._timeout(key, timeout)
             self.rounds.give_up(key, error)
-            raise error
-        return dict(done.value())
+            raise error from None
+        return objects
 
     def _next(self, workers: tuple[str, ...]) -> RoundKey:
         with self._lock:
             number = self._counts[workers] = self._counts.get(workers, 0) + 1
         return RoundKey(workers, number)
-
-    def _wait(self, done: torch.futures.Future[Any], timeout: float) -> bool:
-        waiter = Waiter()
-        done.add_done_callback(lambda _: waiter.set())
-        return self._calls.agent.wait(waiter, deadline_after(timeout))
 
     def _timeout(self, key: RoundKey, timeout: float) -> RpcTimeoutError:
         return RpcTimeoutError(

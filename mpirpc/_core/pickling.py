@@ -172,12 +172,16 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
             rrefs.append(place)
         else:
             return None
+    for number, place in enumerate(rrefs):
+        plain[place] = number
+    try:
+        body.payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
+    except ValueError:  # a text or bytes too long for marshal
+        return None
     # forks last: nothing can fail after them
     if hook is not None:
         for place in rrefs:
-            plain[place] = len(body.forks)
             _fork_into(body, hook, args[place])
-    body.payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
     return body
 
 

@@ -155,7 +155,8 @@ class ProgressEngine:
 
     def _poll(self) -> Sequence[Arrival]:
         """Take one look at the network, if nobody else is at it."""
-        if not self._lock.acquire(False):
+        # after a failure heads and frames may be out of step: look no more
+        if self.failure is not None or not self._lock.acquire(False):
             return ()
         try:
             if self._outbox:
@@ -163,7 +164,9 @@ class ProgressEngine:
             if self._sum is not None:
                 self._move_sum()
             return self.transport.poll()
-        except TransportError as error:
+        except Exception as error:
+            if not isinstance(error, TransportError):
+                error = TransportError(f"receiving failed: {type(error).__name__}: {error}")
             self._fail(error)
             return ()
         finally:
@@ -175,6 +178,7 @@ class ProgressEngine:
         if self.failure is None:
             self.failure = error
             self.urgent.append(lambda: self.on_failure(error))
+            self.on_works()
 
     def try_lead(self) -> bool:
         """Take the lead if it is free."""
@@ -195,10 +199,11 @@ class ProgressEngine:
         spin: Backoff | None = None  # made when there is nothing to do
         holds = True
         try:
-            while not goal.done:
+            while not goal.done and not self._is_closed:
                 now = monotonic()
                 if now >= self.alarm_at:
-                    self._ring(now)
+                    self.alarm_at = now + 1.0
+                    self.chores.append((self._ring, now))  # it may run callbacks: not under the lead
                 arrivals = self._poll()
                 if arrivals or self.chores:
                     self._leader = None
@@ -250,7 +255,6 @@ class ProgressEngine:
         A thread may set an earlier alarm at the same time and lose; looking again every second makes up for
         it.
         """
-        self.alarm_at = now + 1.0
         self.alarm_at = min(self.alarm_at, self.on_alarm(now))
 
     def _promote(self) -> None:
@@ -273,6 +277,8 @@ class ProgressEngine:
         Thread: any, without a lock held.   Progress: blocks until the deadline at most.
         """
         while not goal.done:
+            if self._is_closed:
+                raise NotInitializedError("the RPC group was shut down while this thread waited")
             if self._lead.acquire(False):
                 self.lead(goal, deadline)
             else:

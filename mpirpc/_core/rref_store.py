@@ -133,7 +133,13 @@ class RRefStore:
     def find(self, rref_id: RRefId) -> OwnerValue:
         """Return the place of a value; made now if its creating call has not arrived yet."""
         with self._lock:
-            return self._values.setdefault(rref_id, OwnerValue("unknown"))
+            value = self._values.get(rref_id)
+            if value is None:
+                value = OwnerValue("unknown")
+                # made here and not owned: freed already, nobody will look for it
+                if rref_id.created_on != self.rank or rref_id in self._owned:
+                    self._values[rref_id] = value
+            return value
 
     def when_ready(self, value: OwnerValue, callback: Callable[[], None]) -> None:
         """Call ``callback`` (which must not block) once ``value`` is there; at once if it is."""

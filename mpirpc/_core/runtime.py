@@ -189,6 +189,8 @@ class Runtime:
         waiter = waiter or Waiter()
         pause = QUIET_LOOK
         while not is_done():
+            if self.agent.engine.failure is not None:
+                raise self.agent.engine.failure
             if self.agent.left:
                 raise WorkerLostError(
                     f"shutdown of {self.agent.me} cannot be graceful: "

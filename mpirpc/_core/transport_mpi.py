@@ -30,8 +30,8 @@ SMALL_HEAD = 4096
 
 ARRIVALS_PER_POLL = 8
 
-_abandoned: list[MPI.Comm] = []
-"""Communicators of groups that ended without agreement: freeing is collective, so they are kept."""
+_abandoned: list[object] = []
+"""What groups that ended without agreement left: freeing communicators is collective, so all is kept."""
 
 
 def join_group(
@@ -318,7 +318,8 @@ class MPITransport:
             self._heads.Free()
             self._frames.Free()
         else:
-            _abandoned.extend([self._heads, self._frames])
+            # MPI may still read and write these buffers
+            _abandoned.append((self._heads, self._frames, self._unfinished, self._incoming, self._sum))
 
     def abort(self) -> None:
         """End every rank of the job at once (MPI_Abort)."""

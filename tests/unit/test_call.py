@@ -212,3 +212,15 @@ def test_async_execution_with_a_result_that_cannot_be_sent(cluster):
 @rpc.functions.async_execution
 def answer_with_unpicklable():
     return answer_with(Unpicklable())
+
+
+def test_early_dropped_remote_calls_to_oneself_leave_no_value_behind():
+    """The handle's death is handled before the call itself arrives."""
+    with LoopbackCluster(1) as cluster, cluster.on(0) as runtime:
+        for _ in range(20):
+            rpc.remote(0, dict)
+        for _ in range(1000):  # each passes through the same threads as the calls before
+            rpc.rpc_sync(0, dict)
+            if not runtime.store._values:
+                break
+        assert not runtime.store._values

@@ -145,3 +145,50 @@ def test_failed_future_does_not_keep_the_frames_it_was_waited_in(cluster, chaine
     gc.collect()
     assert ref() is None
     assert future.done()
+
+
+def test_a_future_that_is_done_is_no_cycle(cluster):
+    """Its result goes with the last reference, not with the next garbage collection."""
+    gc.disable()
+    try:
+        future = rpc.rpc_async("worker1", max, args=(1, 2))
+        future.wait()
+        gone = weakref.ref(future)
+        del future
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_ctrl_c_in_wait_does_not_lose_the_result(cluster, held, monkeypatch):
+    agent = cluster.runtimes[0].agent
+    wait = agent.engine.wait
+
+    def interrupted(goal, deadline):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(agent.engine, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        held.wait()
+    monkeypatch.setattr(agent.engine, "wait", wait)
+    cluster.network.release_all()
+    assert held.wait() == 2
+
+
+def test_a_callback_behind_collect_all_may_call_when_the_call_times_out(cluster):
+    """The timeout is found by the thread that polls; what it sets off must not keep it from polling."""
+    cluster.network.hold(lambda source, dest, head: len(cluster.network.held) == 0)
+    late = rpc.rpc_async("worker1", max, args=(1, 2), timeout=0.05)
+    answers = []
+    done = threading.Event()
+
+    def call(_):
+        answers.append(rpc.rpc_sync("worker1", max, args=(3, 4), timeout=10))
+        done.set()
+
+    torch.futures.collect_all([late]).then(call)
+    with pytest.raises(rpc.RpcTimeoutError):
+        late.wait()
+    assert done.wait(LIMIT)
+    assert answers == [4]
+    cluster.network.release_all()

@@ -272,5 +272,6 @@ def test_messages_after_the_end_are_refused(sides):
 def test_nothing_is_polled_after_the_end(sides):
     sides[1].engine.close(graceful=True)
     send(sides[0], 1, "a")
-    assert not sides[1].engine.wait(sides[1].goal("a"), PAST)
+    with pytest.raises(NotInitializedError, match="while this thread waited"):
+        sides[1].engine.wait(sides[1].goal("a"))
     assert sides[1].heads == []
