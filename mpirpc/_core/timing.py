@@ -39,10 +39,6 @@ class Backoff:
         self.longest = longest
         self._since = 0.0
 
-    def reset(self) -> None:
-        """Note that something happened: begin again without sleeping."""
-        self._since = 0.0
-
     def pause(self, now: float, sleep: Callable[[float], object], longest: float | None = None) -> None:
         """Let others run, or sleep, according to how long nothing has happened.
 

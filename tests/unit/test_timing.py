@@ -57,16 +57,6 @@ def test_one_sleep_may_be_shorter(yields):
     assert sleeps == [0.25, 5.0]
 
 
-def test_reset_begins_again(yields):
-    sleeps = []
-    backoff = Backoff(spin=1.0, longest=5.0)
-    backoff.pause(10.0, sleeps.append)
-    backoff.reset()
-    backoff.pause(1000.0, sleeps.append)
-    backoff.pause(1001.0, sleeps.append)
-    assert (len(yields), sleeps) == (2, [1.0 / 16])
-
-
 def test_without_spinning_it_sleeps_at_once(yields):
     sleeps = []
     Backoff(spin=0.0, longest=5.0).pause(10.0, sleeps.append)
