@@ -25,10 +25,10 @@ from mpirpc._core.timing import UNLIMITED
 
 log = logging.getLogger("mpirpc.executor")
 
-PATIENCE = 5e-4
+PATIENCE = 1e-3
 """Seconds between two looks of the deputy."""
 
-VACANT_AFTER = 4
+VACANT_AFTER = 2
 """Looks without any change after which a free lead is taken: fewer would take it from a thread that makes
 slow calls one after the other, and make them slower still."""
 
