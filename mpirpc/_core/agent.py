@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
+from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Leave, Message
 from mpirpc._core.progress import ProgressEngine, Waiter
@@ -216,7 +217,7 @@ class Agent:
         if self._closed_because:
             raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
         if self.engine.failure is not None:
-            raise self.engine.failure
+            raise fresh(self.engine.failure)
 
     def request(self, message: Message, body: Body | None, pending: Pending) -> None:
         """Send a message whose response, error or timeout ends ``pending``.

@@ -14,7 +14,7 @@ from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.call import Calls
 from mpirpc._core.current import set_thread_runtime
-from mpirpc._core.error_transfer import dump_error, load_error
+from mpirpc._core.error_transfer import dump_error, fresh, load_error
 from mpirpc._core.gathering import Gathering
 from mpirpc._core.messages import Body, ForkDescriptor, Message
 from mpirpc._core.pickling import RRefHook
@@ -190,7 +190,7 @@ class Runtime:
         pause = QUIET_LOOK
         while not is_done():
             if self.agent.engine.failure is not None:
-                raise self.agent.engine.failure
+                raise fresh(self.agent.engine.failure)
             if self.agent.left:
                 raise WorkerLostError(
                     f"shutdown of {self.agent.me} cannot be graceful: "
