@@ -7,6 +7,7 @@
     |-- UnknownWorkerError (ValueError)      no worker has this name or rank
     |-- RpcTimeoutError (TimeoutError)       the deadline passed
     |-- RemoteError                          the callee raised and its exception cannot be rebuilt here
+    |   `-- OptimizerError                   a distributed optimizer failed on some owners; all are named
     |-- WorkerLostError                      a peer is gone or the job is aborting
     |-- NotAFutureError (TypeError)          an async_execution function returned no future
     |-- SerializationError                   an argument or result cannot be pickled or unpickled
@@ -29,6 +30,7 @@ happened. Second line, where one helps: ``hint:`` and the next step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "LocalProtocolError",
     "NotAFutureError",
     "NotInitializedError",
+    "OptimizerError",
     "ProtocolError",
     "RRefError",
     "RemoteError",
@@ -109,6 +112,26 @@ class RemoteError(RpcError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.hint, self.type_name, self.worker)
+
+
+class OptimizerError(RemoteError):
+    """Something that a distributed optimizer did on all owners of its parameters failed on some of them.
+
+    It was tried on all owners, and the message has a line for each that failed.
+
+    Attributes:
+        failures: ``'name' (rank r)`` of each owner that failed, and what it raised there.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", failures: Sequence[tuple[str, BaseException]] = ()
+    ) -> None:
+        self.failures = tuple(failures)
+        type_name = type(self.failures[0][1]).__qualname__ if self.failures else ""
+        super().__init__(message, hint, type_name, ", ".join(worker for worker, _ in self.failures))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.hint, self.failures)
 
 
 class RemoteTraceback(Exception):

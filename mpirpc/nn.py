@@ -1,7 +1,7 @@
 """``RemoteModule``: an ``nn.Module`` that lives on another worker and is called as if it were here.
 
 The module itself is the value of an RRef; a ``RemoteModule`` is a handle to it and can be sent by RPC as the
-RRef can.
+RRef can. A model with RemoteModules among its submodules is a *split model*: ``mpirpc/split_model.py``.
 
 Rules for this file: public API only. What runs at the caller comes first, what runs at the owner second.
 Methods of ``nn.Module`` that cannot keep their promise through a handle are refused by table
@@ -18,10 +18,20 @@ import torch
 from torch import nn
 
 from mpirpc.api import WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
-from mpirpc.errors import UnknownWorkerError
+from mpirpc.errors import RRefError, UnknownWorkerError
+from mpirpc.moving import moved
 from mpirpc.rref import RRef
+from mpirpc.split_model import (
+    LoadedKeys,
+    RemotePart,
+    StateDict,
+    full_parameters,
+    full_state_dict,
+    load_full_state_dict,
+    start_at_owner,
+)
 
-__all__ = ["RemoteModule"]
+__all__ = ["LoadedKeys", "RemoteModule", "full_parameters", "full_state_dict", "load_full_state_dict"]
 
 _Self = TypeVar("_Self", bound="RemoteModule")
 
@@ -29,7 +39,7 @@ _Self = TypeVar("_Self", bound="RemoteModule")
 # --- at the caller ---
 
 
-class RemoteModule(nn.Module):
+class RemoteModule(RemotePart):
     """Create an ``nn.Module`` on another worker and call it from here.
 
     The constructor does not wait: an error of ``module_cls`` is raised by the first use. Inside an autograd
@@ -65,7 +75,6 @@ class RemoteModule(nn.Module):
 
     on: str
     device: str
-    module_rref: RRef[nn.Module]
 
     def __init__(
         self,
@@ -140,9 +149,41 @@ class RemoteModule(nn.Module):
 
         Thread: any.   Progress: waits for remote progress.
         """
-        owner = self.module_rref.owner()
-        rrefs: list[RRef[nn.Parameter]] = rpc_sync(owner, _parameter_rrefs, args=(self.module_rref, recurse))
-        return rrefs
+        return self.remote_parameters_async(recurse).wait()
+
+    def remote_parameters_async(self, recurse: bool = True) -> torch.futures.Future[list[RRef[nn.Parameter]]]:
+        """Start :meth:`remote_parameters` and return a future of its result.
+
+        Thread: any.   Progress: never blocks.
+        """
+        return start_at_owner(self.module_rref, _parameter_rrefs, recurse)
+
+    def remote_state_dict(self) -> dict[str, Any]:
+        """Fetch the module's ``state_dict()``: parameters and buffers by name, on the CPU.
+
+        It can be loaded into a module of the same class anywhere. Nothing keeps others from training the
+        module meanwhile.
+
+        Thread: any.   Progress: waits for remote progress.   Copies: one, by the network.
+        """
+        return full_state_dict(self)
+
+    def load_remote_state_dict(self, state_dict: StateDict, strict: bool = True) -> LoadedKeys:
+        """Copy a state dict into the module's parameters and buffers, which stay the same objects.
+
+        Args:
+            state_dict: From :meth:`remote_state_dict`, or from ``state_dict()`` of such a module anywhere.
+            strict: Refuse a state dict with keys too few or too many.
+
+        Returns:
+            The keys that were missing and those that nothing here wants.
+
+        Raises:
+            RuntimeError: It does not fit; all that differs is listed, and nothing was changed.
+
+        Thread: any.   Progress: waits for remote progress.   Copies: one, by the network.
+        """
+        return load_full_state_dict(self, state_dict, strict)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """Return the RRef to the module.
@@ -166,7 +207,13 @@ class RemoteModule(nn.Module):
         return f"RemoteModule(on={self.on!r}, device={self.device!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Outside of a call it is the RRef that refuses to be pickled, and says so.
+        raise RRefError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC, "
+            f"this one is a handle to a module on {self.on!r}",
+            "save the module's remote_state_dict(), or full_state_dict(model) of a model with such modules",
+        )
+
+    def __reduce_for_rpc__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.device, self.module_rref)
 
 
@@ -241,6 +288,9 @@ _NO_GRADIENTS = "Gradients live in autograd contexts, so there is nothing to cle
 
 _INSTEAD = {
     "parameters": "Please use ``remote_parameters`` instead.",
+    "load_state_dict": (
+        "Please use ``load_remote_state_dict`` instead, or ``load_full_state_dict`` for a whole model."
+    ),
     "named_parameters": "Please use ``remote_parameters`` instead.",
     "zero_grad": _NO_GRADIENTS,
     "to": "Please name the device in ``remote_device`` instead.",
@@ -276,7 +326,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 def _refuse_the_rest() -> None:
     """Refuse every public method of this torch's ``nn.Module`` that ``RemoteModule`` does not keep."""
-    kept = {"forward", "train", "eval"}
+    kept = {"forward", "train", "eval", "state_dict"}  # the last is refused by RemotePart
     for name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
         if not name.startswith("_") and name not in kept:
             setattr(RemoteModule, name, _refusal(name))
@@ -303,19 +353,8 @@ def _run_forward(
     module = module_rref.local_value()
     if torch.device(device).type == "cpu":
         return module(*args, **kwargs)
-    result = module(*_moved(args, device), **_moved(kwargs, device))
-    return _moved(result, "cpu")  # with device maps, the result will stay where it is
-
-
-def _moved(value: Any, device: str) -> Any:
-    """Move the tensors in ``value``, also those in tuples, lists and dicts.   Copies: what is moved."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, device) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value
+    result = module(*moved(args, device), **moved(kwargs, device))
+    return moved(result, "cpu")  # with device maps, the result will stay where it is
 
 
 def _parameter_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:

@@ -10,6 +10,8 @@ THIS_CHECKOUT = {"PYTHONPATH": str(ROOT)}
 """A script's own folder comes first on the path, not the folder that the ranks start in."""
 
 EXAMPLES = [
+    ("checkpoint_resume.py", 2),
+    ("checkpoint_resume.py", 4),
     ("dist_autograd_simple.py", 2),
     ("dist_autograd_simple.py", 4),
     ("parameter_server.py", 2),
@@ -46,3 +48,17 @@ def test_parameter_server_alone_says_how_to_start_it():
     finished = run_ranks(1, ["examples/parameter_server.py"], timeout=60, env=THIS_CHECKOUT)
     assert finished.rc == 2
     assert "mpirun -n 3 python examples/parameter_server.py" in finished.output
+
+
+def test_checkpoint_is_resumed_by_a_job_with_other_ranks(tmp_path):
+    """The losses of two jobs, one after the other, are those of one job that does not stop."""
+
+    def losses(ranks, *options):
+        argv = ["examples/checkpoint_resume.py", "--checkpoint", str(tmp_path / "run.pt"), *options]
+        finished = run_ranks(ranks, argv, timeout=120, env=THIS_CHECKOUT)
+        assert finished.rc == 0, finished.output
+        return re.findall(r"step \d+: loss .*", finished.output)
+
+    whole = losses(2)
+    assert [line.split(":")[0] for line in whole] == ["step 5", "step 10", "step 15", "step 20"]
+    assert losses(3, "--stop-at", "10") + losses(2, "--resume") == whole

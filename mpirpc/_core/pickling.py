@@ -273,7 +273,7 @@ def loads(payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: S
         if payload[0] == _FLAT:
             return _load_flat(payload, tensors, rrefs)
         return _Unpickler(payload, tensors, rrefs).load()
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         raise SerializationError(
             f"cannot rebuild what arrived: {type(error).__name__}: {error}",
             "the RPC pickler does not serialize code: the same code must be importable on every worker",
@@ -288,6 +288,10 @@ def _tensor(index: int) -> torch.Tensor:
 def _rref(index: int) -> object:
     """Stand in a payload for fork number ``index``."""
     raise SerializationError(f"rref {index} of a message was unpickled outside of its message")
+
+
+_QUANTIZED = frozenset([torch.qint8, torch.quint8, torch.qint32])
+"""Dtypes of tensors that can be told by their integers."""
 
 
 def _travels_raw(tensor: torch.Tensor) -> bool:
@@ -309,6 +313,8 @@ def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
         if _travels_raw(obj):
             body.tensors.append(obj)
             return _tensor, (len(body.tensors) - 1,)
+        if obj.dtype in _QUANTIZED:
+            return _reduce_quantized(obj)
     elif hook is not None and kind is hook.rref_type:
         body.forks.append(hook.fork(obj))
         return _rref, (len(body.forks) - 1,)
@@ -318,6 +324,20 @@ def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
         return _load_script_module, (_save_script_module(obj),)
     elif isinstance(obj, torch.jit.ScriptFunction) and (name := _name_of(obj)) is not None:
         return _find, (name,)
+    elif hasattr(kind, "__reduce_for_rpc__"):  # instead of __reduce__, where things travel in calls only
+        return obj.__reduce_for_rpc__()
+    return NotImplemented
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    """Take a quantized tensor apart: the integers, and what they mean. NotImplemented for rare schemes."""
+    if tensor.qscheme() is torch.per_tensor_affine:
+        numbers = tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()
+        return torch._make_per_tensor_quantized_tensor, numbers
+    if tensor.qscheme() is torch.per_channel_affine:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        return torch._make_per_channel_quantized_tensor, (tensor.int_repr(), scales, zeros, axis)
     return NotImplemented
 
 

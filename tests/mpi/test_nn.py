@@ -147,6 +147,18 @@ def test_remote_parameters_are_the_modules(rpc_world):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_remote_parameters_of_many_modules_are_asked_at_once(rpc_world):
+    """pytorch#43906, pytorch#54645: a wish for ``remote_parameters`` that does not wait."""
+    if rpc_world.rank == 0:
+        nets = [RemoteModule(rank, Net, (2,)) for rank in range(rpc_world.size)]
+        asked = [net.remote_parameters_async() for net in nets]
+        own = [net.remote_parameters_async(recurse=False) for net in nets]
+        assert [len(future.wait()) for future in asked] == [3] * rpc_world.size
+        owners = [rref.owner().id for future in own for rref in future.wait()]
+        assert owners == list(range(rpc_world.size))
+
+
+@pytest.mark.mpi(min_size=2)
 def test_train_and_eval_set_the_module_at_its_owner(rpc_world):
     if rpc_world.rank == 0:
         net = remote_net()
@@ -201,6 +213,7 @@ def give_back(net):
 
 @pytest.mark.mpi(min_size=2)
 def test_handle_from_an_rref(rpc_world):
+    """pytorch#59242, pytorch#59292, pytorch#48983: a handle from an RRef, and the RRef out of a handle."""
     if rpc_world.rank == 0:
         net = remote_net()
         rref = net.get_module_rref()
@@ -219,8 +232,9 @@ def test_pickling_outside_of_a_call_is_refused(rpc_world):
     if rpc_world.rank == 0:
         net = remote_net()
         for save in (pickle.dumps, copy.deepcopy, lambda net: torch.save(net, io.BytesIO())):
-            with pytest.raises(RRefError, match="can only be pickled when using RPC"):
+            with pytest.raises(RRefError, match="RemoteModule can only be pickled when using RPC") as caught:
                 save(net)
+            assert "full_state_dict(model)" in caught.value.hint
 
 
 # --- refusals ---
@@ -228,6 +242,7 @@ def test_pickling_outside_of_a_call_is_refused(rpc_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_methods_of_nn_module_are_kept_or_refused_with_an_alternative(rpc_world):
+    """pytorch#40550, pytorch#43895: methods that make no sense through a handle did something wrong."""
     if rpc_world.rank == 0:
         net = remote_net()
         kept = {"forward", "train", "eval"}
@@ -244,9 +259,12 @@ def test_refusals_name_what_helps(rpc_world):
         net = remote_net()
         with pytest.raises(ValueError, match="Please use ``remote_parameters`` instead"):
             net.parameters()
-        with pytest.raises(ValueError, match=r"``module_rref.rpc_sync\(\).state_dict\(\.\.\.\)``"):
+        with pytest.raises(ValueError, match="Please use ``remote_state_dict`` instead"):
             net.state_dict()
-        assert len(net.module_rref.rpc_sync().state_dict()) == 3
+        with pytest.raises(ValueError, match="Please use ``load_remote_state_dict`` instead"):
+            net.load_state_dict({})
+        with pytest.raises(ValueError, match=r"``module_rref.rpc_sync\(\).double\(\.\.\.\)``"):
+            net.double()
         with pytest.raises(ValueError, match="Please name the device in ``remote_device`` instead"):
             net.to("cpu")
 

@@ -11,8 +11,9 @@ from torch import nn, optim
 
 import mpirpc as rpc
 from mpirpc import autograd
-from mpirpc.errors import AutogradError, RemoteError
+from mpirpc.errors import AutogradError, OptimizerError, RemoteError
 from mpirpc.optim import DistributedOptimizer
+from tests.mpi.optim_parts import STEPS, Part, assert_equal, inputs, local_step, make_parts, remote_step
 
 OPTIMIZERS = [
     (optim.SGD, {"lr": 0.05}),
@@ -29,57 +30,13 @@ OPTIMIZERS = [
     (optim.Rprop, {"lr": 0.05}),
 ]
 
-STEPS = 4
 
-
-class Part:
-    """Half a model: one weight."""
-
-    def __init__(self, seed, requires_grad=True):
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = torch.rand((3, 3), generator=generator, requires_grad=requires_grad)
-
-    def forward(self, x):
-        return torch.tanh(self.weight @ x)
-
-    def get_weight(self):
-        return self.weight
-
-    def weight_rref(self):
-        return rpc.RRef(self.weight)
-
-    def set_grad(self, value):
-        self.weight.grad = torch.full((3, 3), value)
-
-    def grad_value(self):
-        return None if self.weight.grad is None else self.weight.grad[0, 0].item()
-
-
-def make_parts(world, **kwargs):
-    """Two parts by RRef, and RRefs to their weights."""
-    parts = [rpc.remote(1, Part, args=(1,), kwargs=kwargs), rpc.remote(world.size - 1, Part, args=(2,))]
-    return parts, [part.rpc_sync().weight_rref() for part in parts]
-
-
-def inputs(step):
-    return torch.rand((3, 3), generator=torch.Generator().manual_seed(100 + step))
-
-
-def remote_step(parts, optimizer, step):
-    with autograd.context() as context_id:
-        loss = parts[1].rpc_sync().forward(parts[0].rpc_sync().forward(inputs(step))).sum()
-        autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
-
-
-def local_weights(parts, optimizer_class, **options):
-    """The same training in this process."""
+def trained(parts, optimizer_class, **options):
+    """Train parts in this process."""
     optimizer = optimizer_class([part.weight for part in parts], **options)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        parts[1].forward(parts[0].forward(inputs(step))).sum().backward()
-        optimizer.step()
-    return [part.weight.detach() for part in parts]
+        local_step(parts, optimizer, step)
+    return parts
 
 
 # --- updates ---
@@ -93,12 +50,7 @@ def test_updates_are_those_of_one_process(rpc_world):
             optimizer = DistributedOptimizer(optimizer_class, weights, **options)
             for step in range(STEPS):
                 remote_step(parts, optimizer, step)
-            assert_equal(weights, local_weights([Part(1), Part(2)], optimizer_class, **options))
-
-
-def assert_equal(weights, expected):
-    for weight, value in zip(weights, expected, strict=True):
-        torch.testing.assert_close(weight.to_here().detach(), value, rtol=0, atol=1e-7)
+            assert_equal(weights, trained([Part(1), Part(2)], optimizer_class, **options))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -110,7 +62,7 @@ def test_weight_that_needs_no_gradient_stays(rpc_world):
             for step in range(STEPS):
                 remote_step(parts, optimizer, step)
             assert torch.equal(weights[0].to_here(), Part(1).weight)
-            assert_equal(weights, local_weights([Part(1, False), Part(2)], optimizer_class, lr=0.05))
+            assert_equal(weights, trained([Part(1, False), Part(2)], optimizer_class, lr=0.05))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -150,7 +102,7 @@ def test_module_trained_through_local_and_remote_parameters(rpc_world):
                 loss = there.rpc_sync().forward(here.forward(inputs(step))).sum()
                 autograd.backward(context_id, [loss])
                 optimizer.step(context_id)
-        assert_equal(weights, local_weights([Part(1), Part(2)], optim.Adam, lr=0.05))
+        assert_equal(weights, trained([Part(1), Part(2)], optim.Adam, lr=0.05))
 
 
 # --- errors ---
@@ -175,7 +127,7 @@ def test_all_owners_that_cannot_make_their_optimizer_are_named(rpc_world):
     if rpc_world.rank == 0:
         here, there = Part(1), rpc.remote(1, Part, args=(2,))
         weights = [here.weight_rref(), there.rpc_sync().weight_rref()]
-        with pytest.raises(RemoteError) as caught:
+        with pytest.raises(OptimizerError) as caught:
             DistributedOptimizer(FailsToBeMade, weights)
         assert str(caught.value).splitlines() == [
             "creating FailsToBeMade failed on 2 of 2 workers",
@@ -183,10 +135,32 @@ def test_all_owners_that_cannot_make_their_optimizer_are_named(rpc_world):
             "  'worker1' (rank 1): ValueError: cannot make it on worker1",
         ]
         assert isinstance(caught.value.__cause__, ValueError)
+        assert isinstance(caught.value, RemoteError)
+        (first, at_first), (second, at_second) = caught.value.failures
+        assert (first, second) == ("'worker0' (rank 0)", "'worker1' (rank 1)")
+        assert str(at_first) == "cannot make it on worker0"
+        assert str(at_second) == "cannot make it on worker1"
+
+
+def make_one_that_fails(weight):
+    DistributedOptimizer(FailsToBeMade, [weight])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_error_of_an_optimizer_travels_on_whole(rpc_world):
+    """A trainer that is itself a callee hands the error, with all causes, to its caller."""
+    if rpc_world.rank == 0:
+        _, weights = make_parts(rpc_world)
+        with pytest.raises(OptimizerError) as caught:
+            rpc.rpc_sync(1, make_one_that_fails, args=(weights[0],))
+        ((worker, cause),) = caught.value.failures
+        assert worker == "'worker1' (rank 1)"
+        assert isinstance(cause, ValueError)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_wrong_option_is_reported_by_the_constructor(rpc_world):
+    """pytorch#30062, pytorch#30022: errors of remote constructors showed late."""
     if rpc_world.rank == 0:
         _, weights = make_parts(rpc_world)
         with pytest.raises(RemoteError, match=r"'worker1' \(rank 1\): ValueError: Invalid learning rate: -1"):
@@ -273,6 +247,7 @@ def step_often(part, weight, times):
 
 @pytest.mark.mpi(min_size=2)
 def test_steps_of_all_workers_on_one_parameter_take_turns_and_all_count(rpc_world):
+    """pytorch#29304: steps exclude each other at an owner."""
     if rpc_world.rank == 0:
         part = rpc.remote(1, Part, args=(1,))
         weight = part.rpc_sync().weight_rref()
@@ -306,6 +281,7 @@ def test_steps_on_different_parameters_of_a_worker_run_side_by_side(rpc_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_optimizers_made_at_once_by_several_threads(rpc_world):
+    """pytorch#45871, pytorch#46071: optimizers made at the same time failed."""
     if rpc_world.rank == 0:
         _, weights = make_parts(rpc_world)
         made = []
