@@ -30,6 +30,7 @@ from mpirpc._core.messages import (
     Message,
     PassId,
 )
+from mpirpc._core.profiling import shown_as
 from mpirpc._core.timing import UNLIMITED
 from mpirpc.errors import AutogradError, InternalError, RpcError
 
@@ -294,9 +295,10 @@ class AutogradEngine:
             if context_id in self._contexts:
                 self._passes[context_id][pass_id] = runner
         try:
-            runner.work(runner.build(edges, ones))
-            runner.fail_if_lost(self._gone)
-            runner.wait(deadline)
+            with shown_as("torch::distributed::autograd::backward"):
+                runner.work(runner.build(edges, ones))
+                runner.fail_if_lost(self._gone)
+                runner.wait(deadline)
         except BaseException as error:
             runner.fail(error)
             raise

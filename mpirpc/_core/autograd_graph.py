@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from mpirpc._core.autograd_hooks import hook_test
 from mpirpc._core.autograd_protocol import Component
 from mpirpc.errors import AutogradError
 
@@ -40,6 +41,8 @@ class LocalGraph:
     """Per component."""
     reach: dict[int, int]
     """Recv id -> bit set of sends; recvs that no send reaches have no entry."""
+    hooked: frozenset[Node]
+    """Leaves with hooks that run when a gradient is accumulated."""
 
 
 # --- recording ---
@@ -272,10 +275,11 @@ def explore(sends: Sequence[Sequence[GradientEdge]], recv_ids: Mapping[Node, int
     Thread: any; the graph must not be changed meanwhile (torch never does).   Progress: never blocks.
     """
     walk = _Walk(sends, recv_ids)
+    hooked = frozenset(filter(hook_test(), walk.first_of_leaf))
     if len(sends) == 1:
         ids = tuple([recv_ids[node] for node in walk.recvs])
         edges = tuple([GradientEdge(node, 0) for node in walk.leaves[0]])
-        return LocalGraph((Component(1, ids, bool(edges)),), (edges,), dict.fromkeys(ids, 1))
+        return LocalGraph((Component(1, ids, bool(edges)),), (edges,), dict.fromkeys(ids, 1), hooked)
     members = walk.members()
     reach = walk.reach(members)
     recvs: dict[int, list[int]] = {group: [] for group in members}
@@ -288,7 +292,7 @@ def explore(sends: Sequence[Sequence[GradientEdge]], recv_ids: Mapping[Node, int
         bits = sum(1 << position for position in positions)
         components.append(Component(bits, tuple(recvs[group]), bool(nodes)))
     return LocalGraph(
-        tuple(components), tuple(leaves), {recv_ids[node]: bits for node, bits in reach.items()}
+        tuple(components), tuple(leaves), {recv_ids[node]: bits for node, bits in reach.items()}, hooked
     )
 
 

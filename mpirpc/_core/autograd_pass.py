@@ -8,17 +8,18 @@ collected; they are carried out after it is given back, and user objects are let
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from mpirpc._core.autograd_context import AutogradContext
 from mpirpc._core.autograd_gradients import accumulate, encode_gradients, storage_key
 from mpirpc._core.autograd_graph import LocalGraph, explore, leaf_of, run
+from mpirpc._core.autograd_hooks import run_hooks
 from mpirpc._core.autograd_protocol import (
     ROOTS,
     Ack,
@@ -28,6 +29,7 @@ from mpirpc._core.autograd_protocol import (
     Begin,
     Fail,
     Finished,
+    RunHooks,
     StartRun,
     Structure,
 )
@@ -40,7 +42,11 @@ from mpirpc._core.messages import (
     Message,
     PassId,
 )
+from mpirpc._core.profiling import shown_as
 from mpirpc.errors import RpcTimeoutError, WorkerLostError
+
+Task = StartRun | RunHooks
+"""Work for torch's engine."""
 
 Gradients = Sequence[torch.Tensor | None]
 """One entry per tensor of a message that requires grad."""
@@ -129,13 +135,14 @@ class PassRunner:
         self._gradients: dict[
             int, Gradients
         ] = {}  # send id -> what came; Gradient puts in, the last run takes out
+        self._unhooked: dict[GradientEdge, torch.Tensor] = {}  # leaves whose hooks run last; gradients_lock
         self._taken: set[int] = set()  # memory of gradients that others look at; under gradients_lock
         self._sent_up_to = 0
         self._finished = False
         self._idle_event: Event | None = (
             None  # the root thread waits on it: give it runs rather than the executor
         )
-        self._handed: list[StartRun] = []  # runs given to it
+        self._handed: list[Task] = []  # runs given to it
 
     @property
     def active(self) -> bool:
@@ -145,7 +152,7 @@ class PassRunner:
 
     # --- begin ---
 
-    def build(self, roots: Sequence[GradientEdge] = (), ones: Sequence[torch.Tensor] = ()) -> list[StartRun]:
+    def build(self, roots: Sequence[GradientEdge] = (), ones: Sequence[torch.Tensor] = ()) -> list[Task]:
         """Look at the local graph and begin; return the runs that can start at once.
 
         Thread: any, not the one that runs progress: the walk may take milliseconds.
@@ -164,7 +171,7 @@ class PassRunner:
         graph = explore(tuple(edges.values()), {record.node: recv_id for recv_id, record in recvs.items()})
         self._snapshot = _Snapshot(graph, edges, devices, {i: record.edges for i, record in recvs.items()})
         sources = {recv_id: record.source for recv_id, record in recvs.items()}
-        structure = Structure(dests, sources, graph.reach, graph.components)
+        structure = Structure(dests, sources, graph.reach, graph.components, bool(graph.hooked))
         with self._lock:
             protocol = BackwardPass(self._ports.rank, structure, self._parent)
             for event in self._waiting:
@@ -227,7 +234,7 @@ class PassRunner:
 
     # --- runs ---
 
-    def work(self, runs: list[StartRun]) -> None:
+    def work(self, runs: list[Task]) -> None:
         """Carry out runs, and those they set off, here; all but the first of several go to other threads."""
         try:
             while runs:
@@ -237,7 +244,7 @@ class PassRunner:
         except BaseException as error:
             self.fail(error)
 
-    def _dispatch(self, runs: list[StartRun]) -> None:
+    def _dispatch(self, runs: list[Task]) -> None:
         """Get runs going from a thread that must not do them itself."""
         if not runs:
             return
@@ -251,7 +258,9 @@ class PassRunner:
             for one in runs:
                 self._ports.start(partial(self.work, [one]))
 
-    def _execute(self, task: StartRun) -> list[StartRun]:
+    def _execute(self, task: Task) -> list[Task]:
+        if isinstance(task, RunHooks):
+            return self._run_hooks()
         with self._lock:
             snapshot = self._snapshot
             given = [(i, self._gradients[i]) for i in task.sends] if snapshot is not None else []
@@ -260,9 +269,10 @@ class PassRunner:
         outputs, gradients = _outputs(snapshot, given)
         leaves = snapshot.graph.leaves[task.component] if task.last else ()
         slots = [edge for i in task.recvs for edge in snapshot.recv_edges[i] if edge is not None]
-        found = run(outputs, gradients, [*leaves, *slots], self.retain_graph or not task.last)
+        with shown_as("torch::distributed::autograd::SendRpcBackward"):
+            found = run(outputs, gradients, [*leaves, *slots], self.retain_graph or not task.last)
         answers = _sort_answers(snapshot, task, found[len(leaves) :])
-        self._accumulate(leaves, found, answers)
+        self._accumulate(snapshot.graph.hooked, leaves, found, answers)
         with_gradient = [i for i, gs in answers.items() if any(g is not None for g in gs)]
         with self._lock:
             if self._protocol is None or self.error is not None:
@@ -275,27 +285,50 @@ class PassRunner:
 
     def _accumulate(
         self,
+        hooked: Collection[Node],
         leaves: Sequence[GradientEdge],
         found: Sequence[torch.Tensor | None],
         answers: dict[int, Gradients],
     ) -> None:
-        """Add the leaves' gradients to the context's."""
+        """Add the leaves' gradients to the context's, those with hooks to what these are to see."""
         context = self._context
+        pairs = [(edge, g) for edge, g in zip(leaves, found, strict=False) if g is not None]
         with context.gradients_lock:
             self._taken.update(storage_key(g) for gs in answers.values() for g in gs if g is not None)
-            pairs = [(leaf_of(edge), g) for edge, g in zip(leaves, found, strict=False) if g is not None]
-            accumulate(context.gradients, pairs, self._taken)
+            for edge, gradient in pairs:
+                if edge.node in hooked:
+                    known = self._unhooked.get(edge)
+                    self._unhooked[edge] = gradient if known is None else known + gradient
+            plain = [(leaf_of(edge), g) for edge, g in pairs if edge.node not in hooked]
+            accumulate(context.gradients, plain, self._taken)
+
+    def _run_hooks(self) -> list[Task]:
+        """Let the leaves' hooks see their gradients, then add these to the context's."""
+        context = self._context
+        with context.gradients_lock:
+            edges, gradients = list(self._unhooked), list(self._unhooked.values())
+            self._unhooked = {}
+        if edges:
+            found = run_hooks(edges, gradients)
+            with context.gradients_lock:
+                accumulate(context.gradients, zip(map(leaf_of, edges), found, strict=True), self._taken)
+        with self._lock:
+            if self._protocol is None or self.error is not None:
+                return []
+            actions = self._protocol.on_hooks_run()
+        return self._perform(actions, {})
 
     # --- actions ---
 
-    def _perform(self, actions: list[Action], answers: dict[int, Gradients]) -> list[StartRun]:
+    def _perform(self, actions: list[Action], answers: dict[int, Gradients]) -> list[Task]:
         """Send the messages, note the end; return the runs for the caller to get going."""
-        runs: list[StartRun] = []
+        runs: list[Task] = []
         for action in actions:
-            if isinstance(action, StartRun):
+            if isinstance(action, (StartRun, RunHooks)):
                 runs.append(action)
             elif isinstance(action, Answer):
-                self._send_answer(action, answers)
+                with shown_as("torch::distributed::autograd::RecvRpcBackward"):
+                    self._send_answer(action, answers)
             elif isinstance(action, Begin):
                 self._ports.send(action.dest, self._begin(action))
             elif isinstance(action, Ack):
@@ -406,7 +439,8 @@ class PassRunner:
 
     def _forget(self) -> object:
         """Take out all that holds user objects; the caller drops it after giving back the lock."""
-        garbage = (self._snapshot, self._gradients, self._handed)
+        garbage = (self._snapshot, self._gradients, self._handed, self._unhooked)
+        self._unhooked = {}
         self._snapshot, self._gradients, self._handed = None, {}, []
         return garbage
 

@@ -44,6 +44,8 @@ class Structure:
     reach: Mapping[int, int]
     """Recv id -> bit set of the sends that reach it; a recv that none reaches has no entry."""
     components: tuple[Component, ...]
+    has_hooks: bool = False
+    """Some leaf has hooks that want its whole gradient of the pass: they run once, after the last run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class StartRun:
     recvs: tuple[int, ...]
     last: bool
     """The component's last run: it does the leaves too, and the graph may be freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHooks:
+    """All runs are over: let the leaves' hooks see their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ class Finished:
     """Nothing is left to do at this worker; at the root: the pass is over everywhere."""
 
 
-Action = StartRun | Answer | Begin | Ack | Fail | Finished
+Action = StartRun | RunHooks | Answer | Begin | Ack | Fail | Finished
 
 
 class _OpenComponent:
@@ -137,6 +144,7 @@ class BackwardPass:
             bit: number for number, c in enumerate(structure.components) for bit in _bits_of(c.sends)
         }
         self._num_running = 0
+        self._owes_hooks = structure.has_hooks
         self._heard = {rank}  # workers known to be engaged
         self._asked: set[int] = set()  # workers that were sent a message that wants an acknowledgement
         self._num_acks = 0  # acknowledgements still to come from those
@@ -213,6 +221,11 @@ class BackwardPass:
         if run.component in self._components:
             self._components[run.component].running = False
             self._advance(run.component)
+        return self._settle()
+
+    def on_hooks_run(self) -> list[Action]:
+        """The leaves' hooks have run."""
+        self._num_running -= 1
         return self._settle()
 
     def on_failed(self, neighbours: Iterable[int]) -> list[Action]:
@@ -325,6 +338,10 @@ class BackwardPass:
         actions, self._actions = self._actions, []
         if self.failed:
             return []
+        if self._owes_hooks and not (self._components or self._num_running):
+            self._owes_hooks = False
+            self._num_running = 1
+            actions.append(RunHooks())
         if not (self._open or self._num_running or self._num_acks):
             if not self.done:
                 self.done = True

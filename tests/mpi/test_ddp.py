@@ -1,0 +1,113 @@
+"""DistributedDataParallel (over gloo) and RPC in one model: gradients are those of one process on all data.
+
+Every rank is a trainer; an embedding table lives on worker0, as on a parameter server.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpirpc as rpc
+from mpirpc import autograd
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+ROWS, WIDTH, BATCH = 7, 4, 6
+
+
+def table():
+    return torch.arange(ROWS * WIDTH, dtype=torch.float64).reshape(ROWS, WIDTH) / 10
+
+
+TABLE = nn.Embedding.from_pretrained(table(), freeze=False)
+"""One per process; that of worker0 is used."""
+
+
+def head():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def batch(rank):
+    return torch.randint(0, ROWS, (BATCH,), generator=torch.Generator().manual_seed(rank))
+
+
+def look_up(indices):
+    return TABLE(indices)
+
+
+def gradient_of_table(context_id):
+    return autograd.get_gradients(context_id)[TABLE.weight]
+
+
+@pytest.fixture
+def group(rpc_world, tmp_path_factory):
+    """A gloo process group of all ranks."""
+    folder = rpc.all_gather(str(tmp_path_factory.mktemp("store")))["worker0"]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rpc_world.rank, world_size=rpc_world.size
+    )
+    yield rpc_world
+    dist.destroy_process_group()
+
+
+def expected(size, rank):
+    """Gradients of the head (mean over all trainers) and of the table (this trainer's part), in one process."""
+    sums, mine = [], None
+    for trainer in range(size):
+        weight, model = table().requires_grad_(), head()
+        loss = model(nn.functional.embedding(batch(trainer), weight)).square().sum()
+        gradients = torch.autograd.grad(loss, [weight, *model.parameters()])
+        if trainer == rank:
+            mine = gradients[0]
+        sums.append(gradients[1:])
+    return [sum(parts) / size for parts in zip(*sums, strict=True)], mine
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_gradients_are_those_of_one_process(group, settings):
+    model = DistributedDataParallel(head(), **settings)
+    of_head, of_table = expected(group.size, group.rank)
+    for _ in range(3):
+        with autograd.context() as context_id:
+            rows = rpc.rpc_sync("worker0", look_up, args=(batch(group.rank),))
+            autograd.backward(context_id, [model(rows).square().sum()])
+            found = autograd.get_gradients(context_id)
+            for parameter, gradient in zip(model.parameters(), of_head, strict=True):
+                torch.testing.assert_close(found[parameter], gradient)
+                assert parameter.grad is None or "gradient_as_bucket_view" in settings
+            at_owner = rpc.rpc_sync("worker0", gradient_of_table, args=(context_id,))
+            torch.testing.assert_close(at_owner, of_table)
+
+
+def test_gradients_of_an_earlier_step_stay_what_they_are(group):
+    """With ``gradient_as_bucket_view`` DDP writes the next step's gradients where it wrote these."""
+    model = DistributedDataParallel(head(), gradient_as_bucket_view=True)
+    kept = []
+    for factor in (1.0, 5.0):
+        with autograd.context() as context_id:
+            rows = rpc.rpc_sync("worker0", look_up, args=(batch(group.rank),))
+            autograd.backward(context_id, [factor * model(rows).square().sum()])
+            kept.append([autograd.get_gradients(context_id)[p] for p in model.parameters()])
+    for first, second in zip(*kept, strict=True):
+        torch.testing.assert_close(second, 5.0 * first)
+
+
+def test_local_backward_and_distributed_one_take_turns(group):
+    model = DistributedDataParallel(head())
+    of_head, _ = expected(group.size, group.rank)
+    rows = nn.functional.embedding(batch(group.rank), table())
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [model(rows).square().sum()])
+            found = autograd.get_gradients(context_id)
+            for parameter, gradient in zip(model.parameters(), of_head, strict=True):
+                torch.testing.assert_close(found[parameter], gradient)
+        model.zero_grad()
+        model(rows).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), of_head, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)

@@ -1,0 +1,150 @@
+"""Unit tests for mpirpc._core.autograd_hooks: hooks of leaves see each gradient of a pass once, and whole."""
+
+import threading
+
+import pytest
+import torch
+
+import mpirpc as rpc
+from mpirpc import autograd
+from mpirpc.testing import LoopbackCluster
+
+LIMIT = 30.0
+
+
+@pytest.fixture
+def cluster():
+    with LoopbackCluster(2) as made, made.on(0):
+        yield made
+
+
+def leaf(*numbers):
+    return torch.tensor(numbers, requires_grad=True)
+
+
+def loss_of(a, times=1):
+    """A sum to which ``a`` contributes here and over worker 1, once per time: components of their own."""
+    return sum(rpc.rpc_sync("worker1", torch.mul, args=(a, 2.0)).sum() for _ in range(times)) + a.sum()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_post_accumulate_hook_sees_the_whole_gradient_in_grad(cluster, times):
+    a, seen = leaf(1.0, 2.0), []
+    a.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad.clone()))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a, times)])
+        assert autograd.get_gradients(context_id)[a].tolist() == [2.0 * times + 1] * 2
+    assert [grad.tolist() for grad in seen] == [[2.0 * times + 1] * 2]
+    assert a.grad is None
+
+
+def test_hook_of_the_node_runs_once(cluster):
+    a, calls = leaf(1.0), []
+    node = (a * 1).grad_fn.next_functions[0][0]
+    node.register_hook(lambda grad_inputs, grad_outputs: calls.append(grad_outputs))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a)])
+    assert [[grad.tolist() for grad in grads] for grads in calls] == [[[3.0]]]
+
+
+def test_hooks_may_change_the_gradient(cluster):
+    """As DDP does, which puts the mean over its ranks into ``.grad``."""
+    a = leaf(1.0)
+    a.register_post_accumulate_grad_hook(lambda t: setattr(t, "grad", t.grad * 10))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a)])
+        assert autograd.get_gradients(context_id)[a].item() == 30.0
+
+
+def test_tensor_hooks_run_once(cluster):
+    a = leaf(1.0)
+    a.register_hook(lambda grad: grad * 2)
+    a.register_post_accumulate_grad_hook(lambda t: None)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a)])
+        assert autograd.get_gradients(context_id)[a].item() == 6.0
+    (a * 1).sum().backward()
+    assert a.grad.item() == 2.0  # the hook is still there
+
+
+def test_grad_is_what_it_was(cluster):
+    a = leaf(1.0)
+    a.grad = before = torch.tensor([7.0])
+    a.register_post_accumulate_grad_hook(lambda t: None)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a)])
+    assert a.grad is before
+    assert before.item() == 7.0
+
+
+def test_passes_add_up(cluster):
+    a, calls = leaf(1.0), []
+    a.register_post_accumulate_grad_hook(calls.append)
+    with autograd.context() as context_id:
+        loss = loss_of(a)
+        autograd.backward(context_id, [loss], retain_graph=True)
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[a].item() == 6.0
+    assert len(calls) == 2
+
+
+def test_contexts_stay_apart(cluster):
+    """Passes of several threads over one leaf with a hook: each sees its own gradient only."""
+    a = leaf(1.0)
+    a.register_post_accumulate_grad_hook(lambda t: None)
+    found = {}
+
+    def train(factor):
+        with cluster.on(0), autograd.context() as context_id:
+            for _ in range(5):
+                autograd.backward(context_id, [loss_of(a) * factor])
+            found[factor] = autograd.get_gradients(context_id)[a].item()
+
+    threads = [threading.Thread(target=train, args=(factor,)) for factor in (1, 10, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert found == {1: 15.0, 10: 150.0, 100: 1500.0}
+    assert a.grad is None
+
+
+PARAMETER = torch.tensor([2.0], requires_grad=True)
+
+
+def scaled(x):
+    return x * PARAMETER
+
+
+def gradient_of_parameter(context_id):
+    return autograd.get_gradients(context_id)[PARAMETER]
+
+
+def test_hook_at_the_callee(cluster):
+    seen = []
+    handle = PARAMETER.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad.item()))
+    try:
+        with autograd.context() as context_id:
+            x = leaf(3.0)
+            loss = rpc.rpc_sync("worker1", scaled, args=(x,)) + rpc.rpc_sync("worker1", scaled, args=(x * 2,))
+            autograd.backward(context_id, [loss.sum()])
+            assert rpc.rpc_sync("worker1", gradient_of_parameter, args=(context_id,)).item() == 9.0
+    finally:
+        handle.remove()
+    assert seen == [9.0]
+
+
+def test_hook_that_raises_fails_the_pass(cluster):
+    a = leaf(1.0)
+
+    def refuse(t):
+        raise ValueError("not today")
+
+    handle = a.register_post_accumulate_grad_hook(refuse)
+    with autograd.context() as context_id, pytest.raises(ValueError, match="not today"):
+        autograd.backward(context_id, [loss_of(a)])
+    assert a.grad is None
+    handle.remove()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a)])
+        assert autograd.get_gradients(context_id)[a].item() == 3.0
