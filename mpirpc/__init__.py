@@ -1,6 +1,6 @@
 """The PyTorch distributed RPC framework on MPI: start with ``mpirun``, ``import mpirpc as rpc``, go on."""
 
-from mpirpc import autograd, backend_registry, errors, functions, nn, optim
+from mpirpc import autograd, backend_registry, errors, functions, nn, optim, profiler
 from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.future import Future
 from mpirpc.api import (
@@ -15,10 +15,12 @@ from mpirpc.api import (
     rpc_async,
     rpc_sync,
     shutdown,
+    wait,
     wait_all,
 )
 from mpirpc.backend_registry import BackendType
 from mpirpc.errors import RemoteError, RpcError, RpcTimeoutError
+from mpirpc.launch import on_terminate, run_main
 from mpirpc.options import MPIRpcBackendOptions, RpcBackendOptions
 from mpirpc.rref import RRef
 
@@ -46,10 +48,14 @@ __all__ = [
     "init_rpc",
     "is_available",
     "nn",
+    "on_terminate",
     "optim",
+    "profiler",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "run_main",
     "shutdown",
+    "wait",
     "wait_all",
 ]

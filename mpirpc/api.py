@@ -7,14 +7,18 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import torch
 
 from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
-from mpirpc._core.future import Future
+from mpirpc._core.future import FirstError, Future
 from mpirpc._core.runtime import Runtime
+from mpirpc._core.timing import deadline_after
 from mpirpc.backend_registry import BackendType, init_backend
-from mpirpc.errors import ConfigurationError
+from mpirpc.errors import ConfigurationError, RpcTimeoutError
+from mpirpc.functions import check_script_call
 from mpirpc.options import RpcBackendOptions
 from mpirpc.rref import UNSET_TIMEOUT, RRef, check_timeout
 
@@ -31,8 +35,11 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait",
     "wait_all",
 ]
+
+T = TypeVar("T")
 
 To = str | int | WorkerInfo
 
@@ -213,6 +220,8 @@ def _prepare(
     """Check what the three ways to call have in common: the callee's rank, the call, the limit."""
     if not callable(func):
         raise TypeError(f"func={func!r} is not callable: function should be callable")
+    if isinstance(func, torch.jit.ScriptFunction):
+        check_script_call(func, len(args or ()) + len(kwargs or ()))
     timeout = check_timeout(timeout, runtime.options.rpc_timeout)
     dest = runtime.agent.find_worker(to).id
     return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), timeout
@@ -246,6 +255,43 @@ def wait_all() -> Iterator[None]:
                     errors.append(error)
     if errors:
         raise errors[0]
+
+
+@overload
+def wait(futures: torch.futures.Future[T], timeout: float = 0) -> T: ...
+@overload
+def wait(futures: Iterable[torch.futures.Future[T]], timeout: float = 0) -> list[T]: ...
+def wait(futures: Any, timeout: float = 0) -> Any:
+    """Wait for a future, or for several, and return the result, or a list of them.
+
+    Of several it raises as soon as one has failed, whatever the others do; ``torch.futures.wait_all`` waits for
+    all of them first, as it cannot see the failure of a future that Python code has failed.
+
+    Args:
+        futures: Futures of ``rpc_async``, or any ``torch.futures.Future``.
+        timeout: Limit of this wait in seconds; 0 means none. The calls go on.
+
+    Raises:
+        RpcTimeoutError: Not all were done in time.
+        Exception: Of a call that failed.
+
+    Thread: any.   Progress: drives it.
+    """
+    agent = get_current().agent
+    limit = check_timeout(timeout, 0)
+    single = isinstance(futures, torch._C.Future)
+    several = [futures] if single else list(futures)
+    goal = FirstError(several)
+    if not agent.wait(goal, deadline_after(limit)):
+        missing = sum(not future.done() for future in several)
+        raise RpcTimeoutError(
+            f"{missing} of {len(several)} futures were not done after {limit:g} s",
+            "the calls go on: wait again, or give them a timeout of their own",
+            timeout=limit,
+        )
+    if goal.error is not None:
+        raise goal.error
+    return futures.wait() if single else [future.wait() for future in several]
 
 
 def all_gather(obj: Any, workers: Iterable[To] | None = None, timeout: float = 0) -> dict[str, Any]:
@@ -290,7 +336,7 @@ def debug_info() -> dict[str, Any]:
     ``unfinished_nbytes`` (sent, not yet taken by the network), ``owned_rrefs`` (values here), ``used_rrefs``
     (handles here of values elsewhere), ``forks`` (handles elsewhere of values here), ``pending_rrefs``
     (handles that wait for a confirmation), ``executor_threads``, ``running_calls``, ``autograd_contexts`` and
-    other ``autograd_*``.
+    other ``autograd_*``; ``gil_wait_us`` if ``profiler.measure_gil_wait`` is on.
 
     Raises:
         NotInitializedError: RPC does not run.

@@ -55,6 +55,22 @@ def place_of_script(fn: torch.jit.ScriptFunction[Any, Any]) -> tuple[str, str]:
     return module or "__main__", name
 
 
+def check_script_call(fn: torch.jit.ScriptFunction[Any, Any], num_args: int) -> None:
+    """Refuse a call of a scripted function with more arguments than it takes, before anything is sent.
+
+    Raises:
+        RuntimeError: In TorchScript's words.
+    """
+    schema: Any = fn.schema
+    takes = len(schema.arguments)
+    if num_args > takes:
+        name = place_of_script(fn)[1]
+        raise RuntimeError(
+            f"{name}() expected at most {takes} argument(s) but received {num_args} argument(s). "
+            f"Declaration: {schema}"
+        )
+
+
 def is_async_execution(fn: Callable[..., Any]) -> bool:
     """Say whether ``fn`` (or the function of a bound method) is marked by :func:`async_execution`."""
     return getattr(fn, _MARK, False) is True

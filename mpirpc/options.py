@@ -1,7 +1,8 @@
 """Every setting of mpirpc: meaning, unit, default, environment variable.
 
-Rules for this file: environment variables are read here and nowhere else. A value given in code wins over the
-environment, which wins over the default.
+Rules for this file: variables that set something are read here and nowhere else (``_core/launcher.py``
+reads those by which launchers tell who they are). A value given in code wins over the environment, which
+wins over the default.
 """
 
 from __future__ import annotations
@@ -131,13 +132,6 @@ def _device(given: DeviceLike) -> torch.device:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(f"{given!r} is not a device", "write for example 'cuda:0'") from error
-
-
-def tasks_started_by_srun() -> int:
-    """Return how many tasks srun started beside this one without MPI's knowledge; 0 if MPI was told."""
-    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
-        return 0
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "0"))
 
 
 def _whole(name: str, given: int | None, default: int, low: int, high: int | None = None) -> int:

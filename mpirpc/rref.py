@@ -224,8 +224,8 @@ class RRef(Generic[T]):
         """Refuse what cannot be done any more once the group has ended here."""
         if self._calls.agent.is_closed:
             raise NotInitializedError(
-                f"no call can be made any more: rref {self._rref_id} was let go when RPC was shut down. "
-                f"{refusal}"
+                f"no call can be made any more with rref {self._rref_id}: "
+                f"{self._calls.agent.closed_because}. {refusal}"
             )
 
     def _limit(self, timeout: float) -> float:
@@ -306,6 +306,13 @@ class RRef(Generic[T]):
             calls.agent.engine.chores.append((calls.store.release_user, self._fork_id))
 
 
+_PROBED = frozenset(
+    "__deepcopy__ __copy__ __getstate__ __setstate__ __getnewargs__ __getnewargs_ex__ __wrapped__ "
+    "__torch_function__ __dlpack__".split()
+)
+"""What Python, numpy and torch look for in any object; ``__getitem__`` and the like are methods to call."""
+
+
 class RRefProxy:
     """Calls methods of an RRef's value at its owner; made by ``rref.rpc_sync()`` and its like.
 
@@ -321,7 +328,7 @@ class RRefProxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name.endswith("__"):  # copy, pickle and others probe for these
+        if name in _PROBED or name.startswith(("__array", "__cuda_array")):
             raise AttributeError(name)
         return lambda *args, **kwargs: self._run(name, args, kwargs)
 

@@ -29,16 +29,33 @@ LAYERS = [
         "_core/devices",
         "_core/transport",
         "_core/current",
+        "_core/interrupts",
+        "_core/launcher",
     ],
-    ["_core/tensor_layout", "_core/sparse_layout", "_core/rref_protocol", "_core/autograd_protocol"],
+    ["_core/parameter_locks"],
     [
+        "_core/autograd_hooks",
+        "_core/tensor_layout",
+        "_core/sparse_layout",
+        "_core/rref_protocol",
+        "_core/autograd_protocol",
+        "_core/profiling",
+    ],
+    [
+        "_core/profiler_hooks",
         "_core/wire",
         "_core/pickling",
         "_core/autograd_context",
         "_core/autograd_gradients",
         "_core/autograd_graph",
     ],
-    ["_core/transport_mpi", "_core/transport_loopback", "_core/progress", "_core/error_transfer"],
+    [
+        "_core/transport_mpi",
+        "_core/job",
+        "_core/transport_loopback",
+        "_core/progress",
+        "_core/error_transfer",
+    ],
     ["_core/executor", "_core/autograd_pass"],
     ["_core/agent", "_core/autograd_engine"],
     ["_core/rref_store", "_core/future"],
@@ -46,12 +63,17 @@ LAYERS = [
     ["rref", "_core/gathering"],
     ["_core/runtime"],
     ["backend_registry", "autograd"],
-    ["api", "testing"],
-    ["optim", "nn"],
+    ["api", "profiler", "testing"],
+    ["moving"],
+    ["local_optimizer", "split_model"],
+    ["param_groups", "nn"],
+    ["optim", "launch"],
     ["__init__"],
     ["cli/terminal"],
+    ["dropin", "cli/doctor_checks"],
+    ["cli/run", "cli/doctor_facts"],
     ["cli/demo", "cli/bench_work", "cli/bench_rows", "cli/bench_torch_peer"],
-    ["cli/bench_peers", "cli/bench_mpi_peer", "cli/bench_plot"],
+    ["cli/doctor", "cli/bench_peers", "cli/bench_mpi_peer", "cli/bench_plot"],
     ["cli/bench_run", "cli/bench_report"],
     ["cli/bench"],
     ["__main__"],
@@ -61,7 +83,7 @@ LAYERS = [
 LAYER = {name: number for number, row in enumerate(LAYERS) for name in row}
 DOCSTRING_ONLY = ["_core/__init__", "cli/__init__"]
 
-MPI4PY_ALLOWED = ["_core/transport_mpi", "cli/bench_mpi_peer", "cli/doctor"]
+MPI4PY_ALLOWED = ["_core/transport_mpi", "_core/job", "cli/bench_mpi_peer", "cli/doctor_facts"]
 MPI4PY_FOR_TYPES = ["options"]
 """May import mpi4py under ``if TYPE_CHECKING:`` only."""
 
@@ -71,7 +93,7 @@ RPC_OF_TORCH_ALLOWED = ["cli/bench_torch_peer"]
 TORCH_RPC_ALLOWED = ["cli/bench_torch_peer"]
 """It is what bench compares with: a program of its own, started by its path, that no other file imports."""
 
-PUBLIC_API_ONLY = ("optim", "nn", "cli/", "__main__")
+PUBLIC_API_ONLY = ("optim", "param_groups", "nn", "split_model", "moving", "cli/", "__main__")
 """Written as outsiders would write them: when one needs a private name, the API lacks something."""
 
 MAX_LINES = 500

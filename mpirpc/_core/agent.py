@@ -16,6 +16,7 @@ from mpirpc._core.devices import DeviceMap
 from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Leave, Message
+from mpirpc._core.profiling import Span
 from mpirpc._core.progress import ProgressEngine, Waiter
 from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
@@ -65,6 +66,7 @@ class Pending(Waiter):
         what: The function called; for messages.
         on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
         on_late: If set, called if the request ended without a response, and one comes after all.
+        span: If the call is profiled: where the time it takes is noted.
     """
 
     __slots__ = (
@@ -75,6 +77,7 @@ class Pending(Waiter):
         "on_done",
         "on_late",
         "request_id",
+        "span",
         "timeout",
         "what",
     )
@@ -90,6 +93,7 @@ class Pending(Waiter):
         self.error: BaseException | None = None
         self.on_done: Callable[[Pending], None] | None = None
         self.on_late: Callable[[], None] | None = None
+        self.span: Span | None = None
 
 
 class _BelowLimit(Waiter):
@@ -380,6 +384,11 @@ class Agent:
         """Say whether the group has ended here."""
         return bool(self._closed_because)
 
+    @property
+    def closed_because(self) -> str:
+        """Why the group has ended here; nothing while it has not."""
+        return self._closed_because
+
     def is_quiet(self) -> bool:
         """Say whether nothing is pending, running or queued here."""
         engine = self.engine
@@ -399,6 +408,11 @@ class Agent:
         self._fail_all(NotInitializedError(f"the call was pending when {why}"))
         self.executor.stop()
         self.engine.close(graceful)
+
+    def forsake(self, why: str) -> None:
+        """In a forked child: refuse all work, as after the end, but close and stop nothing."""
+        self._closed_because = why
+        self.engine.forsake(why)
 
 
 def name_of(func: object) -> str:

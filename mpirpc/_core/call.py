@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, Pending, name_of
@@ -24,6 +25,7 @@ from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
+from mpirpc._core.profiling import Profiled, Recording, Span, is_profiling, start_span
 from mpirpc._core.rref_store import OwnerValue, RRefStore
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import InternalError, NotAFutureError
@@ -63,6 +65,7 @@ class Calls:
         self._thread = threading.local()  # .futures: see collected_futures
         self.num_open = 0  # calls received and not answered
         self.num_served = 0
+        self.observers: list[Callable[[list[FunctionEvent]], None]] = []  # told what each call has run
         agent.handlers[m.CallRequest] = self._on_call_request
         agent.handlers[m.FetchRequest] = self._on_fetch_request
         agent.on_late_response(self._release_late)
@@ -93,6 +96,9 @@ class Calls:
         pending = Pending(self.agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
         pending.on_late = on_late
+        if is_profiling():
+            mode = "remote" if rref_id != NO_RREF else "sync" if on_done is None else "async"
+            call = self._profiled(call, pending, mode)
         context_id = self._context_of_request(dest)
         if context_id:
             func, args, kwargs = call
@@ -107,6 +113,24 @@ class Calls:
             self._take_back(context_id, message_id, body)
             raise
         return pending
+
+    def _profiled(self, call: Call, pending: Pending, mode: str) -> Call:
+        """Begin the span of a call; return the call that makes its callee send back what it ran."""
+        func, args, kwargs = call
+        agent = self.agent
+        callee = agent.workers[pending.dest].name
+        span = pending.span = start_span(mode, func, agent.me.name, callee, agent.rank)
+        on_done = pending.on_done
+        if mode == "remote" and on_done is not None:  # nobody opens the response: it is empty but for this
+
+            def end_span(pending: Pending) -> None:
+                if pending.incoming is not None and isinstance(pending.incoming.message, m.CallResponse):
+                    body, _ = pending.incoming.body()
+                    span.end(loads(body.payload, body.tensors, []))
+                on_done(pending)
+
+            pending.on_done = end_span
+        return Profiled(func), args, kwargs
 
     def start_fetch(
         self, owner: int, rref_id: RRefId, timeout: float, on_done: Callable[[Pending], None] | None = None
@@ -164,21 +188,50 @@ class Calls:
         if context_id and not self.autograd.enter(context_id, source):
             context_id = NO_CONTEXT
 
+        recording: Recording | None = None
+
         def respond(result: Any, error: BaseException | None) -> None:
-            self._respond(source, request.request_id, context_id, value, result, error)
+            self._respond(source, request.request_id, context_id, value, result, error, recording)
 
         try:
             func, args, kwargs = self._open(source, incoming, context_id, request.autograd_message_id)
         except BaseException as error:
             respond(None, error)
             return
+        if type(func) is Profiled:
+            func, recording = func.func, Recording(self.agent.rank)
+        if incoming.num_forks:  # a function sees handles that their owners know, as in torch
+
+            def run() -> None:
+                self._run(func, args, kwargs, context_id, respond, recording)
+
+            if not self.store.when_confirmed(incoming.forks(), lambda: self.agent.executor.submit(run)):
+                return
+        self._run(func, args, kwargs, context_id, respond, recording)
+
+    def _run(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        context_id: int,
+        respond: Respond,
+        recording: Recording | None,
+    ) -> None:
         if isinstance(func, OnValue):
-            self._run_on_value(func.method, args[0], args[1:], kwargs, context_id, respond)
+            self._run_on_value(func.method, args[0], args[1:], kwargs, context_id, respond, recording)
         else:
-            self._run_function(func, args, kwargs, context_id, respond)
+            self._run_function(func, args, kwargs, context_id, respond, recording)
 
     def _run_on_value(
-        self, method: str, rref: Any, args: Any, kwargs: Any, context_id: int, respond: Respond
+        self,
+        method: str,
+        rref: Any,
+        args: Any,
+        kwargs: Any,
+        context_id: int,
+        respond: Respond,
+        recording: Recording | None,
     ) -> None:
         """Run a method of an RRef's value as soon as there is one."""
         value = self.store.find(rref._rref_id)
@@ -192,7 +245,7 @@ class Calls:
             except BaseException as error:
                 respond(None, error)
                 return
-            self._run_function(func, args, kwargs, context_id, respond)
+            self._run_function(func, args, kwargs, context_id, respond, recording)
             keep = rref  # noqa: F841  the handle lives until the method has run
 
         if value.ready.done:
@@ -200,13 +253,24 @@ class Calls:
         else:
             self.store.when_ready(value, lambda: self.agent.executor.submit(run))
 
-    def _run_function(self, func: Any, args: Any, kwargs: Any, context_id: int, respond: Respond) -> None:
+    def _run_function(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        context_id: int,
+        respond: Respond,
+        recording: Recording | None,
+    ) -> None:
         """Run user code on this thread."""
         autograd = self.autograd
         before = autograd.current_context_id
         autograd.current_context_id = context_id
         try:
-            result = func(*args, **kwargs)
+            if recording is None and not self.observers:
+                result = func(*args, **kwargs)
+            else:
+                result = self._record(recording or Recording(self.agent.rank), func, args, kwargs)
             if is_async_execution(func):
                 self._respond_later(func, result, respond)
                 return
@@ -216,6 +280,14 @@ class Calls:
         finally:
             autograd.current_context_id = before
         respond(result, None)
+
+    def _record(self, recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+        observers = list(self.observers)
+        try:
+            return recording.run(func, args, kwargs)
+        finally:
+            for note in observers:
+                note(recording.events)
 
     @staticmethod
     def _respond_later(func: Any, result: Any, respond: Respond) -> None:
@@ -247,14 +319,19 @@ class Calls:
         value: OwnerValue | None,
         result: Any,
         error: BaseException | None,
+        recording: Recording | None = None,
     ) -> None:
         """Answer a call: with its result, or, if it made an RRef's value, with the news that there is one."""
+        if error is not None and not isinstance(
+            error, Exception
+        ):  # SystemExit would end who uses the value here
+            error = load_error(dump_error(error), str(self.agent.me))
         try:
             if value is not None:
                 self.store.set_value(value, result, kept(error) if error is not None else None)
                 result = None
             if error is None:
-                error = self._send_result(source, request_id, context_id, result)
+                error = self._send_result(source, request_id, context_id, result, recording)
             if error is not None:
                 log.debug("call failed: source=%d request=%d error=%r", source, request_id, error)
                 self.agent.send(source, m.ErrorResponse(request_id), dump_error(error))
@@ -263,15 +340,17 @@ class Calls:
             self._count_open(-1)
 
     def _send_result(
-        self, source: int, request_id: int, context_id: int, result: Any
+        self, source: int, request_id: int, context_id: int, result: Any, recording: Recording | None
     ) -> BaseException | None:
         """Send a response; return what prevented it."""
         message_id, body = 0, Body()
         try:
-            body = dumps_result(_joined_to_graph(result) if context_id else result, self._hook)
+            if context_id:
+                result = _joined_to_graph(result)
+            body = dumps_result(result if recording is None else recording.response(result), self._hook)
             message_id = self._attach_send(context_id, source, body) if context_id else 0
             self.agent.send(source, m.CallResponse(request_id, context_id, message_id), body)
-        except Exception as error:
+        except BaseException as error:
             self._take_back(context_id, message_id, body)
             return error
         return None
@@ -305,10 +384,13 @@ class Calls:
             raise InternalError(f"request {pending.request_id} is over without a response")
         response = incoming.message
         if isinstance(response, m.ErrorResponse):
+            if pending.span is not None:
+                pending.span.end((None, []))
             body, _ = incoming.body()
             raise load_error(body, self.agent.describe(pending.dest), name_of(pending.what))
         assert isinstance(response, m.CallResponse)
-        return self._open(pending.dest, incoming, response.context_id, response.autograd_message_id)
+        result = self._open(pending.dest, incoming, response.context_id, response.autograd_message_id)
+        return result if pending.span is None else pending.span.end(result)
 
     def wait_result(self, pending: Pending) -> Any:
         """Wait for a call and return its result, or raise its error. Thread: any. Progress: drives it."""

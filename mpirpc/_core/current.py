@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any
 
 from mpirpc.errors import NotInitializedError
@@ -15,6 +16,8 @@ from mpirpc.errors import NotInitializedError
 _thread = threading.local()
 _process: Any = None
 _why_none = "call mpirpc.init_rpc on every rank first"
+_forked = False
+_runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def get_current() -> Any:
@@ -51,10 +54,25 @@ def set_thread_runtime(runtime: Any) -> Any:
     return before
 
 
+def add_runtime(runtime: Any) -> None:
+    """Remember a runtime, so that its RRefs and futures refuse to work in a forked child."""
+    _runtimes.add(runtime)
+
+
+def is_forked() -> bool:
+    """Say whether this process was forked by another that has mpirpc, and so MPI, loaded."""
+    return _forked
+
+
 def _after_fork_in_child() -> None:
     """A forked child has its parent's memory and none of its threads, and MPI is not its to use."""
-    set_process_runtime(None, "this process was forked from an RPC worker: MPI cannot be used in it")
+    global _forked
+    _forked = True
+    why = "this process was forked from an RPC worker: MPI cannot be used in it"
+    set_process_runtime(None, why)
     set_thread_runtime(None)
+    for runtime in list(_runtimes):
+        runtime.forsake(why)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

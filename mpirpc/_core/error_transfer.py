@@ -89,7 +89,9 @@ def _copy(error: BaseException) -> BaseException:
     for build in (copy.copy, _copy_without_init):
         try:
             copied = build(error)
-        except Exception:  # its constructor wants other arguments: try the next way
+        except (
+            BaseException
+        ):  # its constructor wants other arguments, or it raises anything: try the next way
             continue
         if type(copied) is type(error):
             return copied
@@ -106,7 +108,7 @@ def _rebuild(parts: _Parts) -> BaseException | None:
             continue
         try:
             error = build(pickle.loads(data))
-        except Exception:  # its class, or something in it, does not exist here or refuses: try the next way
+        except (Exception, SystemExit, GeneratorExit):  # its class, or what is in it, is not here or refuses
             continue
         if isinstance(error, Exception):  # not SystemExit and its like: they would end the caller
             return error
@@ -129,12 +131,12 @@ def _without_init(found: tuple[type[BaseException], tuple[Any, ...], Mapping[str
 def _try_pickle(obj: object) -> bytes | None:
     try:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # what cannot be pickled is left out
+    except BaseException:  # what cannot be pickled is left out, and __reduce__ may raise anything
         return None
 
 
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return f"<a {type(error).__name__} whose text cannot be made>"

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 
 from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED
+from mpirpc._core.timing import UNLIMITED, monotonic
 
 log = logging.getLogger("mpirpc.executor")
 
@@ -37,6 +37,9 @@ COLD_AFTER = 40
 
 SPARE_LIFE = 10.0
 """Seconds after which a spare thread ends."""
+
+LAST_WORKS = 0.5
+"""Seconds that works still running at the end, all together, may take before they are left alone."""
 
 Work = Callable[[], None]
 
@@ -135,8 +138,8 @@ class Executor:
     def stop(self) -> None:
         """End all threads. Works that have not begun are dropped.
 
-        Thread: any but an executor thread. A work that does not end keeps its (daemon) thread, and this call
-            a second.
+        Thread: any but an executor thread. Works that do not end keep their (daemon) threads, and this call
+        :data:`LAST_WORKS` seconds.
         """
         self._stopping = True
         with self._lock:
@@ -145,8 +148,9 @@ class Executor:
         for goal in goals:
             goal.unpark()
         self._engine.wake()
+        deadline = monotonic() + LAST_WORKS
         for thread in threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=max(0.0, deadline - monotonic()))
             if thread.is_alive():
                 log.warning("a call is still running at shutdown: thread=%s", thread.name)
         # no handler of a dead pool stays behind in the engine

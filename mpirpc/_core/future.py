@@ -7,7 +7,9 @@ a small call. Everything else (``then``, callbacks, ``torch.futures.collect_all`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from mpirpc._core.agent import Agent, Pending
 from mpirpc._core.error_transfer import fresh, kept
 from mpirpc._core.progress import Waiter
+from mpirpc._core.timing import deadline_after
+from mpirpc.errors import ConfigurationError, RpcTimeoutError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -39,18 +43,35 @@ class Future(torch.futures.Future[T]):
         future._has_callbacks = False
         return future
 
-    def wait(self) -> T:
+    def wait(self, timeout: float = 0) -> T:
         """Wait for the result and return it, or raise the exception of the call.
+
+        Args:
+            timeout: Limit of this wait in seconds; 0 means none. The call has its own and goes on: the future
+                can be waited for again.
 
         Thread: any.   Progress: drives it.
 
         Raises:
-            RpcTimeoutError: No response came before the deadline of the call.
+            RpcTimeoutError: The result was not there in time, or no response came before the deadline of the
+                call.
+            ConfigurationError: ``timeout`` is negative or no number.
             Exception: What the callee raised, with its traceback as cause.
         """
         waiter = self._waiter
+        if not timeout >= 0:
+            raise ConfigurationError(
+                f"timeout={timeout!r} is not a time limit", "give seconds, 0 for no limit"
+            )
         if not waiter.done:
-            if isinstance(waiter, Pending):
+            if timeout:
+                if not self._agent.wait(waiter, deadline_after(timeout)):
+                    raise RpcTimeoutError(
+                        f"a future was waited for longer than {timeout:g} s",
+                        "the call goes on: wait again, or give the call itself a timeout",
+                        timeout=timeout,
+                    )
+            elif isinstance(waiter, Pending):
                 self._agent.wait_response(waiter)
             else:
                 self._agent.wait(waiter)
@@ -85,7 +106,7 @@ class Future(torch.futures.Future[T]):
         def run(done: torch.futures.Future[T]) -> None:
             try:
                 result = callback(done)
-            except Exception as error:
+            except BaseException as error:  # SystemExit too: who waits must not wait for ever
                 chained.set_exception(error)
             else:
                 chained.set_result(result)
@@ -103,3 +124,56 @@ class Future(torch.futures.Future[T]):
         """
         self._has_callbacks = True
         super().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """``await future`` in asyncio code: the result, or the exception of the call.
+
+        Thread: that of the event loop, which goes on meanwhile. Cancelling the task ends the wait, not the call.
+        """
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            arrived = loop.create_future()
+
+            def tell() -> None:
+                if not arrived.done():
+                    arrived.set_result(None)
+
+            self.add_done_callback(lambda _: _call_in(loop, tell))
+            yield from arrived
+        return self.wait()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop was closed: nobody waits there any more
+        return
+
+
+class FirstError(Waiter):
+    """Done when all of some futures are done, or one of them has failed.
+
+    Attributes:
+        error: The exception of that one.
+    """
+
+    def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self._missing = len(futures)
+        self._lock = threading.Lock()  # around _missing
+        for future in futures:  # torch's own way: no hand-over to an executor thread for so little
+            torch._C.Future.add_done_callback(future, self._note)
+        if not futures:
+            self.set()
+
+    def _note(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except BaseException as error:
+            if self.error is None:
+                self.error = error
+        with self._lock:
+            self._missing -= 1
+        if self.error is not None or not self._missing:
+            self.set()

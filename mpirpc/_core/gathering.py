@@ -7,6 +7,7 @@ order meet: a round is named by its workers and its number among theirs.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 
 from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current
-from mpirpc.errors import LocalProtocolError, RpcTimeoutError
+from mpirpc.errors import LocalProtocolError, RpcError, RpcTimeoutError
 from mpirpc.functions import async_execution
 
 
@@ -31,6 +32,7 @@ class _Round:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
+        self.is_over = False  # whoever sets it, under the lock, finishes ``done``
         self.done: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
 
 
@@ -54,18 +56,22 @@ class Rounds:
             if worker in found.objects:
                 raise LocalProtocolError(f"{worker!r} came to {_describe(key)} twice")
             found.objects[worker] = obj
-            is_last = len(found.objects) == len(key.workers)
-            if is_last:
+            is_complete = len(found.objects) == len(key.workers)
+            if is_complete:
                 del self._open[key]
-        if is_last and not found.done.done():
+            ends_it = is_complete and not found.is_over
+            found.is_over = found.is_over or ends_it
+        if ends_it:
             found.done.set_result(found.objects)
         return found.done
 
     def give_up(self, key: RoundKey, error: BaseException) -> None:
         """Fail the round for those who have come and those who still will."""
         with self._lock:
-            found = self._open.get(key)
-        if found is not None and not found.done.done():
+            found = self._open.setdefault(key, _Round())
+            ends_it = not found.is_over
+            found.is_over = True
+        if ends_it:
             found.done.set_exception(error)  # type: ignore[arg-type]  # torch says T
 
     def __len__(self) -> int:
@@ -92,18 +98,27 @@ class Gathering:
             RpcTimeoutError: Some had not come in time.
         """
         key = self._next(tuple(sorted(workers)))
-        agent, keeper = self._calls.agent, key.workers[0]
-        call = (_join, (key, agent.me.name, obj), dict[str, Any]())
-        dest = agent.find_worker(keeper).id
+        me = self._calls.agent.me
+        call = (_join, (key, me.name, obj), dict[str, Any]())
+        dest = self._calls.agent.find_worker(key.workers[0]).id
         try:  # the keeper calls itself: what it gets must be its own, others are still being sent theirs
             objects: dict[str, Any] = self._calls.wait_result(self._calls.start_call(dest, call, timeout))
         except RpcTimeoutError:
-            if keeper != agent.me.name:
-                raise
             error = self._timeout(key, timeout)
-            self.rounds.give_up(key, error)
+            self._give_up(key, dest, error)
             raise error from None
+        except BaseException as error:  # Ctrl-C too: the others would wait for ever, and so would shutdown
+            self._give_up(key, dest, RpcError(f"{me} gave up {_describe(key)}: {type(error).__name__}"))
+            raise
         return objects
+
+    def _give_up(self, key: RoundKey, keeper: int, error: RpcError) -> None:
+        """Fail a round for all of its workers; the keeper is told, nobody waits until it knows."""
+        if keeper == self._calls.agent.rank:
+            self.rounds.give_up(key, error)
+            return
+        with contextlib.suppress(RpcError):  # the group may be at its end
+            self._calls.start_call(keeper, (_give_up, (key, error), {}), 0)
 
     def _next(self, workers: tuple[str, ...]) -> RoundKey:
         with self._lock:
@@ -121,6 +136,11 @@ class Gathering:
 
 def _describe(key: RoundKey) -> str:
     return f"round {key.number} of {', '.join(key.workers)}"
+
+
+def _give_up(key: tuple[tuple[str, ...], int], error: RpcError) -> None:
+    rounds: Rounds = get_current().gathering.rounds
+    rounds.give_up(RoundKey(*key), error)
 
 
 @async_execution

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpirpc._core.timing import UNLIMITED, Backoff, monotonic
+from mpirpc._core import interrupts
+from mpirpc._core.timing import UNLIMITED, Backoff, GilWait, monotonic
 from mpirpc._core.transport import Arrival, Outgoing, Transport
 from mpirpc.errors import NotInitializedError, TransportError
 
@@ -94,6 +95,7 @@ class ProgressEngine:
         self.on_works: Callable[[], None] = lambda: None  # a waiting thread received works it may not run
         self.on_alarm: Callable[[float], float] = lambda now: UNLIMITED  # returns the next alarm
         self.alarm_at = UNLIMITED
+        self.gil_wait: GilWait | None = None  # if set, waits for the interpreter are measured
         self.failure: TransportError | None = None  # set once, by the thread that met it
         self.on_failure: Callable[[TransportError], None] = lambda error: None
         self._handle = handle
@@ -107,6 +109,7 @@ class ProgressEngine:
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
         self._is_closed = False
+        self._why_closed = "the RPC group was shut down while this thread waited"
         self.sums: list[int] = []  # result of the latest sum
 
     # --- sending ---
@@ -200,6 +203,8 @@ class ProgressEngine:
         holds = True
         try:
             while not goal.done and not self._is_closed:
+                if interrupts.is_noted and interrupts.is_noted_here():
+                    return
                 now = monotonic()
                 if now >= self.alarm_at:
                     self.alarm_at = now + 1.0
@@ -220,6 +225,8 @@ class ProgressEngine:
                     return
                 if spin is None:
                     spin = Backoff(self._spin_time, self._idle_sleep)
+                    if self.gil_wait is not None:
+                        spin.give_way = self.gil_wait.give_way
                 longest = UNFINISHED_SLEEP if self.transport.has_unfinished() else None
                 spin.pause(now, goal.park, longest)
         finally:
@@ -278,7 +285,9 @@ class ProgressEngine:
         """
         while not goal.done:
             if self._is_closed:
-                raise NotInitializedError("the RPC group was shut down while this thread waited")
+                raise NotInitializedError(self._why_closed)
+            if interrupts.is_noted:
+                interrupts.raise_noted()
             if self._lead.acquire(False):
                 self.lead(goal, deadline)
             else:
@@ -338,13 +347,23 @@ class ProgressEngine:
             waiter.set()
 
     def close(self, graceful: bool) -> None:
-        """Close the transport. No thread polls any more; later sends are refused."""
-        with self._lock:
+        """Close the transport. No thread polls any more; later sends are refused. Thread: any."""
+        lock = self._lock
+        if isinstance(lock, _NeverFree):
+            return
+        with lock:
+            if self._is_closed:
+                return
             self.transport.close(graceful)
             self._is_closed = True
             # the lock stays taken: nobody gets at the closed transport
             self._lock = _NeverFree()  # type: ignore[assignment]
         self._refuse_outbox()
+
+    def forsake(self, why: str) -> None:
+        """In a forked child: never touch the network again, nor its locks: who held them is not here."""
+        self._is_closed, self._why_closed = True, why
+        self._lock = _NeverFree()  # type: ignore[assignment]
 
     def _refuse_outbox(self) -> None:
         while self._outbox:

@@ -69,11 +69,13 @@ class RRefStore:
         self._used = UserTable(agent.rank)
         # create() adds, FreeValue removes; an entry not known to _owned waits for its creating call to arrive
         self._values: dict[RRefId, OwnerValue] = {}
+        # unconfirmed handle -> its owner, and what waits for the owner's word; when_confirmed() adds
+        self._awaited: dict[ForkId, tuple[int, Callable[[], None]]] = {}
         self._ids = itertools.count(1)
         agent.handlers |= {
             m.ForkRequest: self._handler(self._owned.on_fork_request),
             m.UserDelete: self._handler(self._owned.on_user_delete),
-            m.ForkAccept: self._handler(self._used.on_fork_accept),
+            m.ForkAccept: self._on_fork_accept,
             m.ChildAccept: self._handler(self._used.on_child_accept),
         }
 
@@ -84,6 +86,16 @@ class RRefStore:
             self._do(actions)
 
         return handle
+
+    def _on_fork_accept(self, source: int, incoming: Incoming) -> None:
+        message = incoming.message
+        assert isinstance(message, m.ForkAccept)
+        with self._lock:
+            actions = self._used.on_fork_accept(source, message)
+            awaited = self._awaited.pop(message.fork_id, None)
+        self._do(actions)
+        if awaited is not None:
+            awaited[1]()
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Carry out what a table decided. The lock is not held."""
@@ -171,6 +183,41 @@ class RRefStore:
         """Say whether the owner knows the handle."""
         with self._lock:
             return fork_id in self._used and self._used.is_confirmed(fork_id)
+
+    def when_confirmed(self, forks: Sequence[ForkDescriptor], callback: Callable[[], None]) -> bool:
+        """Say whether the owners know these handles, which were just adopted; if not, call back once they do.
+
+        A handle of an owner that has left is not waited for: using it raises what there is to say.
+        """
+        with self._lock:
+            missing = [
+                fork
+                for fork in forks
+                if fork.fork_id in self._used
+                and not self._used.is_confirmed(fork.fork_id)
+                and fork.owner not in self._agent.left
+            ]
+            remaining = len(missing)
+
+            def one_less() -> None:
+                nonlocal remaining
+                with self._lock:
+                    remaining -= 1
+                    last = remaining == 0
+                if last:
+                    callback()
+
+            for fork in missing:
+                self._awaited[fork.fork_id] = fork.owner, one_less
+        return not missing
+
+    def lose(self, rank: int) -> None:
+        """A worker has left: its word is not waited for any more."""
+        with self._lock:
+            gone = [fork_id for fork_id, (owner, _) in self._awaited.items() if owner == rank]
+            awaited = [self._awaited.pop(fork_id) for fork_id in gone]
+        for _, callback in awaited:
+            callback()
 
     def fork(self, rref_id: RRefId, fork_id: ForkId, owner: int) -> ForkDescriptor:
         """Put a handle into a message: ``fork_id`` is the handle's own, NO_FORK at the owner."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from mpirpc._core import messages as m
+from mpirpc._core import interrupts, messages as m, profiler_hooks
 from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.call import Calls
-from mpirpc._core.current import set_thread_runtime
+from mpirpc._core.current import add_runtime, set_thread_runtime
 from mpirpc._core.error_transfer import dump_error, fresh, load_error
 from mpirpc._core.gathering import Gathering
 from mpirpc._core.messages import Body, ForkDescriptor, Message
@@ -89,18 +90,26 @@ class Runtime:
         self.agent = Agent(transport, workers, options, self._prepare_thread)
         self.store = RRefStore(self.agent)
         self.autograd = AutogradEngine(_AutogradPorts(self.agent))
-        self.agent.on_left = self.autograd.lose
+        self.agent.on_left = self._lose
         for kind in (m.BackwardBegin, m.Gradient, m.BackwardAck, m.BackwardFailed, m.ContextRelease):
             self.agent.handlers[kind] = self._on_autograd
         hook = RRefHook(RRef, self._fork, self.store.cancel_fork)
         self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
         self.gathering = Gathering(self.calls)
         self.is_running = True
+        self._ending = threading.Lock()  # held while this worker agrees with the others to stop
+        add_runtime(self)
+        interrupts.hold_back(self)
+        profiler_hooks.install()
         self.agent.executor.start()
 
     def _prepare_thread(self) -> None:
         set_thread_runtime(self)
         torch.get_num_threads()  # makes torch apply set_num_threads to this thread too
+
+    def _lose(self, rank: int) -> None:
+        self.store.lose(rank)
+        self.autograd.lose(rank)
 
     def _on_autograd(self, source: int, incoming: Any) -> None:
         body, _ = incoming.body()
@@ -126,6 +135,7 @@ class Runtime:
         Raises:
             LocalProtocolError: Called by a function that runs as a call.
             RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
+            NotInitializedError: Another thread stopped this worker without asking meanwhile.
             WorkerLostError: Another one has stopped without agreement; this worker has stopped too.
             RRefError: Values are still referenced (see ``ignore_leaks``); this worker has stopped all the
                 same.
@@ -138,6 +148,16 @@ class Runtime:
             self._stop(False)
             return
         deadline = deadline_after(timeout)
+        if not self._ending.acquire(timeout=min(seconds_left(deadline), threading.TIMEOUT_MAX)):
+            raise RpcTimeoutError(f"shutdown of {self.agent.me} timed out: another thread is at it")
+        try:
+            if self.is_running:
+                self._end_together(deadline, ignore_leaks)
+        finally:
+            self._ending.release()
+
+    def _end_together(self, deadline: float, ignore_leaks: bool) -> None:
+        """Come to rest with all others, let RRefs go, stop."""
         leaks: list[str] = []
         agreed = False
         try:
@@ -189,8 +209,13 @@ class Runtime:
         waiter = waiter or Waiter()
         pause = QUIET_LOOK
         while not is_done():
+            interrupts.raise_noted()
             if self.agent.engine.failure is not None:
                 raise fresh(self.agent.engine.failure)
+            if self.agent.is_closed:
+                raise NotInitializedError(
+                    f"shutdown of {self.agent.me} was overtaken by shutdown(graceful=False)"
+                )
             if self.agent.left:
                 raise WorkerLostError(
                     f"shutdown of {self.agent.me} cannot be graceful: "
@@ -215,13 +240,21 @@ class Runtime:
         self.is_running = False
         self.autograd.close(NotInitializedError("a backward pass was under way when RPC was shut down"))
         self.agent.stop("mpirpc.shutdown was called", graceful)
+        interrupts.stop_holding_back(self)
+
+    def forsake(self, why: str) -> None:
+        """In a forked child: refuse all work, touch neither the network nor a lock. Thread: the only one."""
+        self.is_running = False
+        self.agent.forsake(why)
 
     # --- looking in ---
 
     def debug_info(self) -> dict[str, Any]:
         """Return counts of what lives here and what was done; ``api.debug_info`` explains them."""
         transport, rrefs = self.transport.stats(), self.store.stats()
+        gil_wait = self.agent.engine.gil_wait
         return {
+            **({} if gil_wait is None else {"gil_wait_us": gil_wait.average_us}),
             "calls_sent": self.agent.num_requests,
             "calls_served": self.calls.num_served,
             "pending_calls": self.agent.num_pending,

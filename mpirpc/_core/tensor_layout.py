@@ -24,6 +24,9 @@ from mpirpc.errors import RemoteProtocolError
 FRAME_BIT = 1 << 63
 """Set in a storage's size if it travels as a frame of its own, behind the head."""
 
+CHEAP_SPAN = 4096
+"""Bytes up to which a tensor with gaps is sent as it lies in memory; so is one whose gaps are not larger than it."""
+
 _REQUIRES_GRAD, _CONTIGUOUS, _WHOLE = 1, 2, 4
 """Tensor flags; WHOLE: contiguous, and the only tensor of its storage, from its first to its last byte."""
 
@@ -72,7 +75,7 @@ class Laid(NamedTuple):
 def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None) -> Laid:
     """Plan what to send of ``tensors``.
 
-    Copies: small storages; large ones only if they are strided with gaps, or on a device.
+    Copies: small storages; large ones only if they have large gaps, or are on a device.
     """
     laid = Laid([], [], [], [])
     if not _are_simple(tensors):
@@ -151,9 +154,9 @@ def _plan_storages(tensors: Sequence[torch.Tensor]) -> list[_Storage]:
 
 
 def _alone(group: _Storage) -> _Storage:
-    """Pack a tensor that is alone in its storage and has gaps."""
+    """Pack a tensor that is alone in its storage, if its gaps cost more than a copy."""
     place, tensor = group.tensors[0]
-    if tensor.is_contiguous() or _span(tensor) <= tensor.numel():
+    if group.nbytes <= max(CHEAP_SPAN, 2 * tensor.nbytes):
         return group
     packed = tensor.detach().contiguous()
     return _Storage(packed.data_ptr(), packed.nbytes, [(place, packed)])

@@ -21,6 +21,28 @@ def deadline_after(timeout: float) -> float:
     return monotonic() + timeout if timeout > 0 else UNLIMITED
 
 
+class GilWait:
+    """Measures how long a thread waits for Python's interpreter lock, each time it has let others run."""
+
+    __slots__ = ("_count", "_seconds")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._seconds = 0.0
+
+    def give_way(self) -> None:
+        """Let others run: the lock is given up, and must be got back."""
+        begun = time.perf_counter()
+        os.sched_yield()
+        self._seconds += time.perf_counter() - begun
+        self._count += 1
+
+    @property
+    def average_us(self) -> float:
+        """Average wait so far, in us: about 1 where nobody else wants the lock."""
+        return 1e6 * self._seconds / max(1, self._count)
+
+
 class Backoff:
     """How a polling thread passes the time between two looks at the network.
 
@@ -29,7 +51,7 @@ class Backoff:
     already waited, so that the extra latency stays in proportion, up to ``longest`` seconds.
     """
 
-    __slots__ = ("_since", "longest", "spin")
+    __slots__ = ("_since", "give_way", "longest", "spin")
 
     FRACTION = 16
     """A sleep lasts 1/16 of the time waited so far: at most 6 % added to any wait."""
@@ -37,6 +59,7 @@ class Backoff:
     def __init__(self, spin: float, longest: float) -> None:
         self.spin = spin
         self.longest = longest
+        self.give_way: Callable[[], None] = os.sched_yield
         self._since = 0.0
 
     def pause(self, now: float, sleep: Callable[[float], object], longest: float | None = None) -> None:
@@ -51,6 +74,6 @@ class Backoff:
             self._since = now
         waited = now - self._since
         if waited < self.spin:
-            os.sched_yield()
+            self.give_way()
         else:
             sleep(min(self.longest if longest is None else longest, waited / self.FRACTION))

@@ -11,6 +11,7 @@ MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames 
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpirpc._core.current import is_forked
+from mpirpc._core.launcher import find_wrong_belief, find_wrong_start, library_name
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats, check_name
 from mpirpc._core.wire import frame_sizes
 from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError
-from mpirpc.options import tasks_started_by_srun
 
 TAG = 0
 SMALL_HEAD = 4096
@@ -51,8 +53,10 @@ def join_group(
 
     Raises:
         ConfigurationError: On every rank alike: MPI has too low a thread level, a rank was started wrongly or
-            holds wrong beliefs, a name is not allowed, or two workers have the same.
+            holds wrong beliefs, a name is not allowed, or two workers have the same. On this rank alone: MPI
+            cannot be used in this process.
     """
+    _check_mpi_runs()
     comm = MPI.COMM_WORLD if comm is None else comm
     name = f"worker{comm.rank}" if name is None else name
     problem = problem or _find_problem(comm, name, rank, world_size)
@@ -71,6 +75,20 @@ def join_group(
     return comm, names
 
 
+def _check_mpi_runs() -> None:
+    """Refuse where no collective could tell the others."""
+    if is_forked():
+        raise ConfigurationError(
+            "this process was forked from an MPI rank: MPI cannot be used in it",
+            "start all ranks with mpirun, and none with multiprocessing",
+        )
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        state = "has been finalized" if MPI.Is_initialized() else "is not initialized"
+        raise ConfigurationError(
+            f"MPI {state}", "remove mpi4py.rc.initialize settings and calls of MPI.Finalize"
+        )
+
+
 def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | None) -> str:
     """Say what is wrong with this rank; nothing if all is well."""
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -80,16 +98,14 @@ def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | Non
         )
     if problem := check_name(name):
         return problem
+    world = MPI.COMM_WORLD
+    library = library_name(MPI.Get_library_version())
+    if problem := find_wrong_start(os.environ, world.rank, world.size, library):
+        return problem
     if rank not in (-1, comm.rank):
-        return f"rank={rank} was given, but MPI says {comm.rank}"
+        return find_wrong_belief(os.environ, "rank", rank, comm.size, comm.rank)
     if world_size not in (None, comm.size):
-        return f"world_size={world_size} was given, but MPI says {comm.size}"
-    num_tasks = tasks_started_by_srun()
-    if MPI.COMM_WORLD.size == 1 and num_tasks > 1:
-        return (
-            f"srun started {num_tasks} tasks, but MPI sees 1: they are {num_tasks} separate jobs; "
-            "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH), or mpirun"
-        )
+        return find_wrong_belief(os.environ, "world_size", world_size, comm.size, comm.size)
     return ""
 
 

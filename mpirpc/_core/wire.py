@@ -163,7 +163,7 @@ class Incoming:
     _flags: int
     _head: bytearray
     _frames: list[torch.Tensor]
-    _num_forks: int
+    num_forks: int
     _num_tensors: int
     _payload_nbytes: int
     _sizes: tuple[int, ...]
@@ -172,7 +172,7 @@ class Incoming:
     def forks(self) -> list[ForkDescriptor]:
         """Return the RRef handles in this message."""
         found = []
-        for i in range(self._num_forks):
+        for i in range(self.num_forks):
             r0, r1, f0, f1, owner, parent = _FORK.unpack_from(self._head, self._offset + i * _FORK.size)
             found.append(ForkDescriptor(RRefId(r0, r1), ForkId(f0, f1), owner, parent))
         return found
@@ -193,8 +193,8 @@ class Incoming:
             raise RemoteProtocolError(f"a message does not fit the layout: {error}") from error
 
     def _decode_body(self) -> tuple[Body, list[bool]]:
-        forks = self.forks() if self._num_forks else []
-        at = self._offset + self._num_forks * _FORK.size
+        forks = self.forks() if self.num_forks else []
+        at = self._offset + self.num_forks * _FORK.size
         tensors: list[torch.Tensor] = []
         needs_grad: list[bool] = []
         if self._num_tensors:

@@ -57,6 +57,11 @@ class RpcWorld:
         """This worker's name."""
         return self.names[self.rank]
 
+    @property
+    def next(self) -> str:
+        """Name of the worker after this one."""
+        return self.names[(self.rank + 1) % self.size]
+
     def barrier(self) -> None:
         """Wait for all ranks without burning a core; calls are served meanwhile."""
         request = self.comm.Ibarrier()

@@ -20,6 +20,7 @@ def add(facades: Mapping[str, Facade]) -> None:
         "TensorPipeAgent": _Agent,
     }
     facades["torch.distributed.rpc"].extras.update(names)
+    facades["torch.distributed.rpc"].extras["enable_gil_profiling"] = mpirpc.profiler.measure_gil_wait
     facades["torch.distributed.rpc.api"].extras.update(names)
 
 
@@ -38,7 +39,10 @@ class _Agent:
 
     def get_debug_info(self) -> dict[str, str]:
         runtime, info = get_current(), mpirpc.debug_info()
-        return {
+        gil_wait = (
+            {"agent.gil_average_wait_time_us": str(info["gil_wait_us"])} if "gil_wait_us" in info else {}
+        )
+        return gil_wait | {
             "agent.thread_pool_size": str(runtime.options.num_worker_threads),
             "agent.client_active_calls": str(info["pending_calls"]),
             "agent.server_active_calls": str(info["open_calls"]),

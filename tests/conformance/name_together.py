@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 import mpirpc
 from mpirpc._core.current import get_current
+from tests.conformance import name_words
 from tests.conformance.facades import Facade
 
 UNSET = -1.0
@@ -32,6 +35,8 @@ def add(facades: Mapping[str, Facade]) -> None:
         _broadcast_to_followers=lambda sequence_id, objects_map: None,
     )
     facades["torch.distributed.rpc"].extras["_wait_all"] = mpirpc.wait_all
+    facades["torch.distributed.rpc"].extras["_server_process_global_profile"] = _ServerProfile
+    torch.futures.wait_all = _wait_all_futures
 
 
 class _ThreadLocalVar(threading.local):
@@ -72,6 +77,20 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def wait_all_workers(timeout: float = 0) -> None:
     """Wait until all workers have called it."""
     mpirpc.barrier(timeout=timeout)
+
+
+def _wait_all_futures(futures: Iterable[Any]) -> list[Any]:
+    """mpirpc's; torch's own leaves early only for futures that its C++ has failed."""
+    with name_words.said(torch.jit.Error, RuntimeError, "Expected error", "Expected error"):
+        return mpirpc.wait(futures)
+
+
+class _ServerProfile(mpirpc.profiler.profile_served_calls):
+    """mpirpc's, with torch's name for its events."""
+
+    @property
+    def process_global_function_events(self) -> list[Any]:
+        return self.calls
 
 
 class _UsePickler:

@@ -11,9 +11,18 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 import mpirpc
 from mpirpc import RRef
-from mpirpc.errors import ConfigurationError, NotInitializedError, RRefError, UnknownWorkerError
+from mpirpc.errors import (
+    ConfigurationError,
+    NotAFutureError,
+    NotInitializedError,
+    RRefError,
+    SerializationError,
+    UnknownWorkerError,
+)
 from tests.conformance.facades import Facade
 
 
@@ -36,6 +45,12 @@ def add(facades: Mapping[str, Facade]) -> None:
         module.extras["WorkerInfo"] = _WorkerInfo
     RRef.local_value = _reworded_local_value(RRef.local_value)  # type: ignore[method-assign,assignment]
     RRef.__init__ = _reworded_init(RRef.__init__)  # type: ignore[method-assign]
+    RRef.to_here = _reworded_to_here(RRef.to_here)  # type: ignore[method-assign,assignment]
+    mpirpc.Future.then = _reworded_then(mpirpc.Future.then)  # type: ignore[method-assign,assignment]
+    for name in ("rpc_sync", "rpc_async", "remote"):
+        reworded = _reworded_call(getattr(mpirpc, name))
+        for module in (rpc, api):
+            module.extras[name] = reworded
 
 
 def _get_worker_info(worker_name: Any = None) -> mpirpc.WorkerInfo:
@@ -82,3 +97,56 @@ def _reworded_init(real: Callable[..., None]) -> Callable[..., None]:
             real(self, *args, **kwargs)
 
     return init
+
+
+def _reworded_call(real: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch says of operators and scripted functions, for which it has ways of its own."""
+
+    @functools.wraps(real)
+    def call(to: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if torch.jit._builtins._find_builtin(func) is not None:
+                words = "Overloaded torch operator invoked from Python failed to match any schema"
+                stack.enter_context(said(TypeError, RuntimeError, words, "received an invalid combination"))
+            if isinstance(func, torch._C.ScriptMethod):
+                stack.enter_context(said(SerializationError, TypeError, "cannot pickle a script method"))
+            stack.enter_context(_said_of_script(func))
+            return real(to, func, *args, **kwargs)
+
+    return call
+
+
+def _said_of_script(func: Any) -> contextlib.AbstractContextManager[None]:
+    if not isinstance(getattr(func, "__wrapped__", None), torch.jit.ScriptFunction):
+        return contextlib.nullcontext()
+    words = "Async functions must return an IValue of Future type, but got Tensor"
+    return said(NotAFutureError, RuntimeError, words, "returned Tensor")
+
+
+def _reworded_to_here(real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def to_here(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _said_of_script(self._creation.what if self._creation is not None else None):
+            return real(self, *args, **kwargs)
+
+    return to_here
+
+
+def _reworded_then(real: Callable[..., Any]) -> Callable[..., Any]:
+    """torch hides the type of what a callback raised."""
+
+    @functools.wraps(real)
+    def then(self: Any, callback: Any) -> Any:
+        future = real(self, callback)
+        wait = future.wait
+
+        def reworded_wait(*args: Any) -> Any:
+            try:
+                return wait(*args)
+            except TypeError as error:
+                raise RuntimeError(str(error)) from error
+
+        future.wait = reworded_wait
+        return future
+
+    return then

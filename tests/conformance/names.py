@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import mpirpc
 from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
-from mpirpc.errors import ConfigurationError
+from mpirpc.errors import ConfigurationError, WorkerLostError
 from mpirpc.options import DEFAULT_RPC_TIMEOUT
 from tests.conformance import (
     facades,
@@ -193,7 +193,8 @@ def _shutdown(graceful: bool = True, timeout: float = 0) -> None:
         except BaseException:
             mpirpc.shutdown(graceful=False)
             raise
-    mpirpc.shutdown(graceful, timeout)
+    with name_words.said(WorkerLostError, RuntimeError, "followers timed out in _all_gather", "left without"):
+        mpirpc.shutdown(graceful, timeout)
 
 
 def _once(release: Callable[[], None], api: Facade) -> Callable[[], None]:

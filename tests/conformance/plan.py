@@ -30,9 +30,6 @@ NOT_RUN = {
     _DYNAMIC + "and_static_init_rpc_together": _ONE_BY_ONE,
     _DYNAMIC + "rpc_existing_rank_can_communicate_with_new_rank": _ONE_BY_ONE,
     _DYNAMIC + "rpc_new_rank_can_communicated_with_existing_rank": _ONE_BY_ONE,
-    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs": (
-        "not run: DDP's Join waits for gradients that a pass of mpirpc does not hand to DDP"
-    ),
 }
 """Tests that fail without being run, since they would wait for ever."""
 

@@ -6,7 +6,8 @@ out in any order. After every step:
     law 1  no value is freed while a handle of it lives: a local one, or one in a message on its way;
     law 2  no value is freed twice;
     law 3  when the bag is empty, nothing waits for a confirmation, and a value without handles is gone;
-    law 4  a copy of a message is refused and changes nothing (except a late copy of a ForkRequest).
+    law 4  a copy of a message is refused and changes nothing (except a late copy of a ForkRequest);
+    law 5  a shutdown, at any time, leaves no fork of any value: all is delivered, then user handles are released.
 
 At the end all is delivered and dropped: the tables are empty. The environment variable
 ``MPIRPC_MODEL_EXAMPLES`` sets the number of runs.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -158,6 +159,24 @@ class Cluster:
         else:
             self.act(handle.rank, self.users[handle.rank].release(handle.fork_id))
 
+    def shut_down(self, picks: Sequence[int]) -> None:
+        """What a graceful shutdown does with handles that user code still holds; owner handles stay."""
+        turns = itertools.cycle(picks)
+        while self.drafts:
+            self.send(self.drafts[0])
+        while self.bag:
+            self.deliver(next(turns))
+        while users := [handle for handle in self.handles if handle.fork_id is not None]:
+            turn = next(turns)
+            if self.bag and turn % 2:
+                self.deliver(turn)
+            else:
+                self.drop(users[turn % len(users)])
+        while self.bag:
+            self.deliver(next(turns))
+        for owner in self.owners:
+            assert not any(owner.forks(rref_id) for rref_id in owner.rrefs()), "law 5"
+
     # -- what the network does --
 
     def deliver(self, index: int) -> None:
@@ -287,6 +306,10 @@ class RRefLaws(RuleBasedStateMachine):
     def deliver_late_copy(self, pick: int) -> None:
         copy = self.cluster.delivered[pick % len(self.cluster.delivered)]
         self.cluster.deliver_copy(copy.source, copy.action)
+
+    @rule(picks=st.lists(PICK, min_size=1, max_size=4))
+    def shut_down(self, picks: list[int]) -> None:
+        self.cluster.shut_down(picks)
 
     @invariant()
     def no_value_is_freed_while_a_handle_lives(self) -> None:

@@ -1,10 +1,13 @@
-"""Calls of random kinds and sizes between all ranks, 16 in flight at each; every reply carries a checksum.
+"""Long use: nothing goes wrong, and nothing grows.
 
-``MPIRPC_SOAK_SECONDS`` (default 3) says for how long; ``MPIRPC_SOAK_SEED`` which calls.
+Calls of random kinds and sizes between all ranks, 32 in flight at each, every reply with a checksum; then calls
+that do nothing. ``MPIRPC_SOAK_SECONDS`` (default 3) and ``MPIRPC_SOAK_CALLS`` (default 30,000) say how long;
+``MPIRPC_SOAK_SEED`` which calls.
 """
 
 import os
 import random
+import threading
 import time
 import zlib
 from collections import deque
@@ -16,9 +19,10 @@ import mpirpc as rpc
 
 SECONDS = float(os.environ.get("MPIRPC_SOAK_SECONDS", "3"))
 SEED = int(os.environ.get("MPIRPC_SOAK_SEED", "0"))
-IN_FLIGHT = 16
-SIZES = [0, 1, 100, 5_000, 40_000, 300_000]
-"""Bytes: below and above the limits for heads received at once and for tensors inside the head."""
+CALLS = int(os.environ.get("MPIRPC_SOAK_CALLS", "30000"))
+IN_FLIGHT = 32
+LARGEST = 300 * 1024
+"""Bytes."""
 
 
 def checksum(tensor):
@@ -44,10 +48,15 @@ def read_and_answer(question, nbytes):
     return answer(question.to_here(), nbytes)
 
 
+def size(source):
+    """As often small as large: below and above the limits for heads received at once, and for tensors in them."""
+    return source.randint(1, 1 << source.randrange(1, 19)) if source.random() < 0.5 else source.randint(1, LARGEST)
+
+
 def start(source, names):
     """Start one call; return what gives its answer, and the checksum that the answer must have."""
-    question = torch.frombuffer(bytearray(source.randbytes(source.choice(SIZES)) or b"x"), dtype=torch.uint8)
-    to, other, nbytes = source.choice(names), source.choice(names), source.choice(SIZES)
+    question = torch.frombuffer(bytearray(source.randbytes(size(source))), dtype=torch.uint8)
+    to, other, nbytes = source.choice(names), source.choice(names), size(source)
     kind = source.randrange(5)
     if kind == 0:
         wait = rpc.rpc_async(to, ask_on, args=(other, question, nbytes)).wait
@@ -86,3 +95,40 @@ def test_soak(rpc_world):
         check(flying.popleft())
     assert num_calls > IN_FLIGHT
     rpc_world.barrier()
+
+
+# --- nothing grows ---
+
+
+def nothing():
+    """Do nothing."""
+
+
+def resident_nbytes():
+    """Memory that this process has in use."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def state():
+    return resident_nbytes(), threading.active_count()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.patience(CALLS / 500 + 60)
+def test_calls_leave_nothing_behind(rpc_world):
+    """Memory after all calls is that after the first tenth, threads and tables too."""
+    if rpc_world.rank == 0:
+        for _ in range(CALLS // 10):
+            rpc.rpc_sync("worker1", nothing)
+        before = [state(), rpc.rpc_sync("worker1", state)]
+        for _ in range(CALLS - CALLS // 10):
+            rpc.rpc_sync("worker1", nothing)
+        after = [state(), rpc.rpc_sync("worker1", state)]
+        for (memory, threads), (memory_before, threads_before) in zip(after, before, strict=True):
+            assert memory - memory_before < 4 << 20
+            assert threads <= threads_before + 2  # spare threads come and go
+    rpc_world.barrier()
+    info = rpc.debug_info()
+    assert (info["owned_rrefs"], info["used_rrefs"], info["forks"], info["autograd_contexts"]) == (0, 0, 0, 0)
+    assert info["pending_calls"] == 0

@@ -170,6 +170,6 @@ def test_worker_info(cluster):
 
 
 def test_debug_info_has_the_keys_that_are_documented(cluster):
-    documented = set(re.findall(r"``(\w+)``", rpc.debug_info.__doc__)) - {"init_rpc"}
+    documented = set(re.findall(r"``(\w+)``", rpc.debug_info.__doc__)) - {"init_rpc", "gil_wait_us"}
     assert documented >= {name for name in rpc.debug_info() if not name.startswith("autograd_")}
     assert set(rpc.debug_info()) >= documented

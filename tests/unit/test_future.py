@@ -1,5 +1,6 @@
 """Unit tests for mpirpc._core.future: it is torch's future, and waiting for it moves the network."""
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -192,3 +193,75 @@ def test_a_callback_behind_collect_all_may_call_when_the_call_times_out(cluster)
     assert done.wait(LIMIT)
     assert answers == [4]
     cluster.network.release_all()
+
+
+# --- asyncio ---
+
+
+def test_await(cluster):
+    async def gather():
+        futures = [rpc.rpc_async("worker1", max, args=(i, 2)) for i in range(4)]
+        return [await future for future in futures]
+
+    assert asyncio.run(gather()) == [2, 2, 2, 3]
+
+
+def test_event_loop_goes_on_while_a_future_is_awaited(cluster, held):
+    async def both():
+        async def release():
+            cluster.network.release_all()
+
+        return (await asyncio.gather(_awaited(held), release()))[0]
+
+    assert asyncio.run(both()) == 2
+
+
+async def _awaited(future):
+    return await future
+
+
+def test_await_raises_the_calls_error(cluster):
+    with pytest.raises(ValueError, match="told"):
+        asyncio.run(_awaited(rpc.rpc_async("worker1", fail, args=("told",))))
+
+
+def test_cancelled_task_leaves_the_call_alone(cluster, held):
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_awaited(held), timeout=0.01)
+
+    asyncio.run(give_up())
+    cluster.network.release_all()
+    assert held.wait() == 2
+
+
+# --- wait ---
+
+
+def test_wait_for_one_and_for_several(cluster):
+    assert rpc.wait(rpc.rpc_async("worker1", max, args=(1, 2))) == 2
+    assert rpc.wait([rpc.rpc_async("worker1", max, args=(i, 2)) for i in range(4)]) == [2, 2, 2, 3]
+    assert rpc.wait([]) == []
+
+
+def test_wait_takes_futures_of_torch(cluster):
+    futures = [rpc.rpc_async("worker1", max, args=(i, 2)) for i in range(3)]
+    collected = torch.futures.collect_all(futures)
+    assert [future.value() for future in rpc.wait(collected)] == [2, 2, 2]
+
+
+def test_wait_leaves_at_the_first_error(cluster):
+    failed = torch.futures.Future()
+    never = torch.futures.Future()
+    failed.set_exception(ValueError("told"))
+    with pytest.raises(ValueError, match="told"):
+        rpc.wait([never, failed])
+
+
+def test_wait_has_a_limit(cluster, held):
+    done = torch.futures.Future()
+    done.set_result(5)
+    with pytest.raises(rpc.RpcTimeoutError, match=r"1 of 2 futures were not done after 0\.01 s"):
+        rpc.wait([done, held], timeout=0.01)
+    cluster.network.release_all()
+    assert rpc.wait(held, timeout=LIMIT) == 2

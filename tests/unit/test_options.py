@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpirpc.errors import ConfigurationError
-from mpirpc.options import MPIRpcBackendOptions, RpcBackendOptions, tasks_started_by_srun
+from mpirpc.options import MPIRpcBackendOptions, RpcBackendOptions
 
 WHOLE = {
     "num_worker_threads": (1, 16, 500),
@@ -124,23 +124,6 @@ def test_environment_out_of_range(name, text, monkeypatch):
     monkeypatch.setenv(f"MPIRPC_{name.upper()}", text)
     with pytest.raises(ConfigurationError, match=name):
         MPIRpcBackendOptions()
-
-
-@pytest.mark.parametrize(
-    ("variables", "tasks"),
-    [
-        ({}, 0),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"}, 0),
-        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "4"}, 0),
-    ],
-)
-def test_tasks_that_mpi_does_not_know_of(variables, tasks, monkeypatch):
-    for name in ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert tasks_started_by_srun() == tasks
 
 
 # --- the base class ---

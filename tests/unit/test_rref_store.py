@@ -103,16 +103,37 @@ def test_handle_dropped_before_its_call_arrives(cluster):
         cluster.network.release_all()
 
 
-@pytest.mark.parametrize("kind", ["ForkRequest", "ForkAccept", "ChildAccept", "UserDelete"])
-def test_any_message_of_the_protocol_may_be_slow(cluster, kind):
+@pytest.mark.parametrize("kind", ["ChildAccept", "UserDelete"])
+def test_release_messages_may_be_slow(cluster, kind):
     """User worker0 shares with user worker2, which reads while this kind of message is held back."""
     hold_kinds(cluster, kind)
     with cluster.on(0):
         rref = rpc.remote("worker1", Value)
         assert rpc.rpc_sync("worker2", read, args=(rref,)) == "hello"
         del rref
-        assert len(alive) == 1 or kind == "ForkRequest"
+        assert len(alive) == 1
         cluster.network.release_all()
+
+
+def is_confirmed(rref):
+    return rref.confirmed_by_owner()
+
+
+@pytest.mark.parametrize("kind", ["ForkRequest", "ForkAccept"])
+@pytest.mark.parametrize("mode", [rpc.rpc_async, rpc.remote])
+def test_function_runs_once_the_owners_know_the_handles_in_its_arguments(cluster, kind, mode):
+    """As in torch. Meanwhile worker2 runs other calls: nothing waits in a thread."""
+    hold_kinds(cluster, kind)
+    with cluster.on(0):
+        first, second = rpc.remote("worker1", Value), rpc.remote("worker1", Value)
+        running = mode("worker2", both_confirmed, args=(first, second))
+        assert rpc.rpc_sync("worker2", max, args=(1, 2)) == 2
+        cluster.network.release_all()
+        assert (running.wait() if mode is rpc.rpc_async else running.to_here()) == (True, True)
+
+
+def both_confirmed(first, second):
+    return is_confirmed(first), is_confirmed(second)
 
 
 def test_parent_outlives_its_unconfirmed_child(cluster):
@@ -121,12 +142,12 @@ def test_parent_outlives_its_unconfirmed_child(cluster):
     with cluster.on(0):
         rref = rpc.remote("worker1", Value)
         future = rpc.rpc_async("worker2", read, args=(rref,))
-        assert future.wait() == "hello"
-        del rref, future
+        del rref
         gc.collect()
         assert rpc.rpc_sync("worker1", len, args=((),)) == 0
         assert len(alive) == 1
         cluster.network.release_all()
+        assert future.wait() == "hello"
 
 
 def test_use_before_the_creating_call_arrives(cluster):
@@ -175,3 +196,16 @@ def test_ids_are_unique(cluster):
     ids = [store.new_rref_id(), store.new_fork_id(), store.new_rref_id()]
     assert {number.created_on for number in ids} == {2}
     assert len({number.local_id for number in ids}) == 3
+
+
+def test_handle_whose_owner_leaves_is_not_waited_for():
+    with LoopbackCluster(3) as cluster:
+        hold_kinds(cluster, "ForkAccept")
+        with cluster.on(0):
+            rref = rpc.remote("worker1", Value)
+            running = rpc.rpc_async("worker2", is_confirmed, args=(rref,))
+            assert rpc.rpc_sync("worker2", max, args=(1, 2)) == 2
+            cluster.runtimes[1].shutdown(graceful=False, timeout=0)
+            assert running.wait() is False
+            del rref, running
+        cluster.shutdown(graceful=False)

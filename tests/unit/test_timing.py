@@ -61,3 +61,13 @@ def test_without_spinning_it_sleeps_at_once(yields):
     sleeps = []
     Backoff(spin=0.0, longest=5.0).pause(10.0, sleeps.append)
     assert (yields, sleeps) == ([], [0.0])
+
+
+def test_wait_for_the_interpreter_is_averaged(monkeypatch):
+    clock = iter([1.0, 1.000002, 5.0, 5.000004])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    wait = timing.GilWait()
+    assert wait.average_us == 0
+    wait.give_way()
+    wait.give_way()
+    assert wait.average_us == pytest.approx(3.0, abs=1e-3)
