@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from mpirpc.cli import bench, demo
+from mpirpc.cli import bench, demo, doctor, run
 
 
 class Command(Protocol):
@@ -22,7 +22,7 @@ class Command(Protocol):
         """Do it on this rank; return the exit status."""
 
 
-COMMANDS: dict[str, Command] = {"bench": bench, "demo": demo}
+COMMANDS: dict[str, Command] = {"bench": bench, "demo": demo, "doctor": doctor, "run": run}
 """Every sub-command by name; a new one is a module in ``mpirpc.cli`` and an entry here."""
 
 

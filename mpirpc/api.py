@@ -264,8 +264,8 @@ def wait(futures: Iterable[torch.futures.Future[T]], timeout: float = 0) -> list
 def wait(futures: Any, timeout: float = 0) -> Any:
     """Wait for a future, or for several, and return the result, or a list of them.
 
-    Of several it raises as soon as one has failed, whatever the others do; ``torch.futures.wait_all`` waits for
-    all of them first, as it cannot see the failure of a future that Python code has failed.
+    Of several it raises as soon as one has failed, whatever the others do; ``torch.futures.wait_all`` waits
+    for all of them first, as it cannot see the failure of a future that Python code has failed.
 
     Args:
         futures: Futures of ``rpc_async``, or any ``torch.futures.Future``.

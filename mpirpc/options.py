@@ -8,7 +8,7 @@ wins over the default.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +66,9 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         spin_time: How long, in seconds, a waiting thread looks at the network without sleeping
             (MPIRPC_SPIN_TIME).
         idle_sleep: Longest sleep, in seconds, between two looks of an idle worker (MPIRPC_IDLE_SLEEP).
+        reducers: How objects of a type (exactly this one) are taken apart in calls: a function that is given
+        the
+            object and returns ``(callable, args)``, as ``__reduce__`` does.
 
     Raises:
         ConfigurationError: A value is out of range; the message says the right form.
@@ -85,6 +88,7 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         max_unfinished_nbytes: int | None = None,
         spin_time: float | None = None,
         idle_sleep: float | None = None,
+        reducers: Mapping[type, Callable[[Any], tuple[Any, ...]]] | None = None,
     ) -> None:
         super().__init__(_real("rpc_timeout", rpc_timeout, DEFAULT_RPC_TIMEOUT, low=0), init_method)
         self.num_worker_threads = _whole("num_worker_threads", num_worker_threads, 16, low=1)
@@ -94,6 +98,7 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         self.spin_time = _real("spin_time", spin_time, 2e-3, low=0)
         self.idle_sleep = _real("idle_sleep", idle_sleep, 2e-3, low=1e-5)
         self.comm = comm
+        self.reducers = _reducers(reducers or {})
         self.devices = [_device(device) for device in devices or ()]
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         for worker, device_map in (device_maps or {}).items():
@@ -125,6 +130,16 @@ class MPIRpcBackendOptions(RpcBackendOptions):
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "comm"}
         return f"MPIRpcBackendOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _reducers(given: Mapping[type, Any]) -> dict[type, Callable[[Any], tuple[Any, ...]]]:
+    for kind, reducer in given.items():
+        if not (isinstance(kind, type) and callable(reducer)):
+            raise ConfigurationError(
+                f"reducers={{{kind!r}: {reducer!r}}} is no function of a type",
+                "write {Type: function}; the function gets the object and returns (callable, args)",
+            )
+    return dict(given)
 
 
 def _device(given: DeviceLike) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a worker runs for others, in torch's profiler. Calls that a worker makes show in its profiles by themselves."""
+"""What a worker runs for others, in torch's profiler; the calls that it makes show by themselves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["measure_gil_wait", "profile_served_calls"]
 
 
 def measure_gil_wait(enabled: bool = True) -> None:
-    """Measure from now on how long this worker waits for Python's interpreter lock when it looks at the network.
+    """Measure from now on how long this worker waits for the interpreter lock when it looks at the network.
 
-    ``debug_info()`` then has the average as ``gil_wait_us``: about 1 us on a quiet worker. Hundreds mean that other
-    threads of the process run pure-Python code, and that calls wait for them.
+    ``debug_info()`` then has the average as ``gil_wait_us``: about 1 us on a quiet worker. Hundreds mean
+    that other threads of the process run pure-Python code, and that calls wait for them.
 
     Raises:
         NotInitializedError: RPC does not run.

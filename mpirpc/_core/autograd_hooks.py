@@ -1,9 +1,9 @@
-"""Hooks that run when a leaf's gradient is accumulated: DDP's reducer, ``register_post_accumulate_grad_hook``.
+"""Hooks that run when a gradient is accumulated: DDP's reducer, ``register_post_accumulate_grad_hook``.
 
 A backward pass takes gradients out of torch's engine before they get to ``.grad``, so these hooks would never
 run. They are run here: once per pass, for all leaves of a worker in one run of the engine, which is what DDP
-counts on. The engine is given the sums, ``.grad`` is lent to it, and what it holds afterwards (of DDP: the mean
-over its ranks) is the gradient.
+counts on. The engine is given the sums, ``.grad`` is lent to it, and what it holds afterwards (of DDP: the
+mean over its ranks) is the gradient.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mpirpc._core.parameter_locks import PARAMETER_LOCKS
 def hook_test() -> Callable[[Node], bool]:
     """Return what says whether a leaf's node may have such hooks.
 
-    Hooks written in C++, as DDP's are, cannot be seen: where DDP could be at work (it needs a process group) all
-    leaves count.
+    Hooks written in C++, as DDP's are, cannot be seen: where DDP could be at work (it needs a process group)
+    all leaves count.
     """
     if distributed.is_available() and distributed.is_initialized():
         return lambda node: True

@@ -25,7 +25,7 @@ from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
-from mpirpc._core.profiling import Profiled, Recording, Span, is_profiling, start_span
+from mpirpc._core.profiling import Profiled, Recording, is_profiling, start_span
 from mpirpc._core.rref_store import OwnerValue, RRefStore
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import InternalError, NotAFutureError

@@ -128,7 +128,8 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """``await future`` in asyncio code: the result, or the exception of the call.
 
-        Thread: that of the event loop, which goes on meanwhile. Cancelling the task ends the wait, not the call.
+        Thread: that of the event loop, which goes on meanwhile. Cancelling the task ends the wait, not the
+        call.
         """
         if not self.done():
             loop = asyncio.get_running_loop()

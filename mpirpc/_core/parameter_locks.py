@@ -25,7 +25,8 @@ class ParameterLocks:
     """Which lock guards which parameter of this process.
 
     Parameters that are asked for together and have no lock yet get one together, so those who use the same
-    parameters share exactly one lock, those who use disjoint ones share none, and overlapping ones share some.
+    parameters share exactly one lock, those who use disjoint ones share none, and overlapping ones share
+    some.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ import io
 import marshal
 import pickle
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,11 +49,13 @@ class RRefHook:
         rref_type: The class of RRef handles.
         fork: Makes a fork of a handle for the worker the message goes to.
         cancel: Takes a fork back: its message is never sent.
+        reducers: The user's ways of taking objects of some types apart.
     """
 
     rref_type: type
     fork: Callable[[Any], ForkDescriptor]
     cancel: Callable[[ForkDescriptor], None]
+    reducers: Mapping[type, Callable[[Any], tuple[Any, ...]]] = field(default_factory=dict)
 
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -309,6 +311,8 @@ def _travels_raw(tensor: torch.Tensor) -> bool:
 def _reduce(body: Body, hook: RRefHook | None, obj: Any) -> Any:
     """Lift a tensor or an RRef out of the pickle into ``body``; NotImplemented for anything else."""
     kind = type(obj)
+    if hook is not None and kind in hook.reducers:
+        return hook.reducers[kind](obj)
     if kind is torch.Tensor:
         if _travels_raw(obj):
             body.tensors.append(obj)

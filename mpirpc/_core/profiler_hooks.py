@@ -1,7 +1,8 @@
 """Lets torch's profilers show calls: what ``profiling.py`` knows joins a profile when it is read.
 
 torch has no way to add events to a profile, so four of its Python functions are wrapped, once, when the first
-worker of a process starts. Each does what it did, and then adds to it; a profile without calls stays as it is.
+worker of a process starts. Each does what it did, and then adds to it; a profile without calls stays as it
+is.
 """
 
 from __future__ import annotations

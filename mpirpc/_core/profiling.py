@@ -1,12 +1,13 @@
 """Calls in torch's profilers: at the caller a span for each call, below it what the callee ran.
 
-A profiled call leaves a *mark* in the caller's profile: a ``record_function`` range of no length whose name ends
-in the number of its :class:`Span`. How long the call took, and the events that its callee sent back with the
-response, are kept in the span; :func:`merge` puts them in the place of the mark when the profile is read (see
-``profiler_hooks.py``). So no profiler has to know about other threads, or about other workers' clocks: what the
-callee ran is shown in the middle of its span.
+A profiled call leaves a *mark* in the caller's profile: a ``record_function`` range of no length whose name
+ends in the number of its :class:`Span`. How long the call took, and the events that its callee sent back
+with the response, are kept in the span; :func:`merge` puts them in the place of the mark when the profile is
+read (see ``profiler_hooks.py``). So no profiler has to know about other threads, or about other workers'
+clocks: what the callee ran is shown in the middle of its span.
 
-The callee records with torch's legacy profiler, which is bound to one thread, whatever the caller profiles with.
+The callee records with torch's legacy profiler, which is bound to one thread, whatever the caller profiles
+with.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
-
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Say whether this thread is being profiled. 0.2 us."""

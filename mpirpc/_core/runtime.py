@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mpirpc._core import interrupts, messages as m, profiler_hooks
+from mpirpc._core import interrupts, profiler_hooks
+from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.call import Calls
@@ -93,7 +94,7 @@ class Runtime:
         self.agent.on_left = self._lose
         for kind in (m.BackwardBegin, m.Gradient, m.BackwardAck, m.BackwardFailed, m.ContextRelease):
             self.agent.handlers[kind] = self._on_autograd
-        hook = RRefHook(RRef, self._fork, self.store.cancel_fork)
+        hook = RRefHook(RRef, self._fork, self.store.cancel_fork, options.reducers)
         self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
         self.gathering = Gathering(self.calls)
         self.is_running = True

@@ -25,7 +25,7 @@ FRAME_BIT = 1 << 63
 """Set in a storage's size if it travels as a frame of its own, behind the head."""
 
 CHEAP_SPAN = 4096
-"""Bytes up to which a tensor with gaps is sent as it lies in memory; so is one whose gaps are not larger than it."""
+"""Bytes up to which a tensor with gaps is sent as it lies; so is one whose gaps are not larger than it."""
 
 _REQUIRES_GRAD, _CONTIGUOUS, _WHOLE = 1, 2, 4
 """Tensor flags; WHOLE: contiguous, and the only tensor of its storage, from its first to its last byte."""

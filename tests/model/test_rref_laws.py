@@ -7,7 +7,8 @@ out in any order. After every step:
     law 2  no value is freed twice;
     law 3  when the bag is empty, nothing waits for a confirmation, and a value without handles is gone;
     law 4  a copy of a message is refused and changes nothing (except a late copy of a ForkRequest);
-    law 5  a shutdown, at any time, leaves no fork of any value: all is delivered, then user handles are released.
+    law 5  a shutdown, at any time, leaves no fork of any value: all is delivered, then user handles are
+    released.
 
 At the end all is delivered and dropped: the tables are empty. The environment variable
 ``MPIRPC_MODEL_EXAMPLES`` sets the number of runs.

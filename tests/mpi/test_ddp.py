@@ -54,7 +54,7 @@ def group(rpc_world, tmp_path_factory):
 
 
 def expected(size, rank):
-    """Gradients of the head (mean over all trainers) and of the table (this trainer's part), in one process."""
+    """Gradients of the head (mean over trainers) and of the table (this trainer's part), in one process."""
     sums, mine = [], None
     for trainer in range(size):
         weight, model = table().requires_grad_(), head()

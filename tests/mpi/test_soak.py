@@ -1,8 +1,8 @@
 """Long use: nothing goes wrong, and nothing grows.
 
-Calls of random kinds and sizes between all ranks, 32 in flight at each, every reply with a checksum; then calls
-that do nothing. ``MPIRPC_SOAK_SECONDS`` (default 3) and ``MPIRPC_SOAK_CALLS`` (default 30,000) say how long;
-``MPIRPC_SOAK_SEED`` which calls.
+Calls of random kinds and sizes between all ranks, 32 in flight at each, every reply with a checksum; then
+calls that do nothing. ``MPIRPC_SOAK_SECONDS`` (default 3) and ``MPIRPC_SOAK_CALLS`` (default 30,000) say how
+long; ``MPIRPC_SOAK_SEED`` which calls.
 """
 
 import os
@@ -49,8 +49,12 @@ def read_and_answer(question, nbytes):
 
 
 def size(source):
-    """As often small as large: below and above the limits for heads received at once, and for tensors in them."""
-    return source.randint(1, 1 << source.randrange(1, 19)) if source.random() < 0.5 else source.randint(1, LARGEST)
+    """As often small as large: below and above all limits for heads and for tensors in them."""
+    return (
+        source.randint(1, 1 << source.randrange(1, 19))
+        if source.random() < 0.5
+        else source.randint(1, LARGEST)
+    )
 
 
 def start(source, names):

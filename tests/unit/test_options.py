@@ -185,3 +185,10 @@ def test_devices_that_do_not_exist(bad):
 def test_repr_shows_the_settings():
     assert "num_worker_threads=3" in repr(MPIRpcBackendOptions(num_worker_threads=3))
     assert "comm" not in repr(MPIRpcBackendOptions())
+
+
+@pytest.mark.parametrize("bad", [{"Type": len}, {int: 3}], ids=str)
+def test_reducers_are_functions_of_types(bad):
+    with pytest.raises(ConfigurationError, match="is no function of a type"):
+        MPIRpcBackendOptions(reducers=bad)
+    assert MPIRpcBackendOptions(reducers={int: len}).reducers == {int: len}

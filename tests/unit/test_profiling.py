@@ -1,4 +1,4 @@
-"""Unit tests for mpirpc._core.profiling and profiler_hooks: calls in profiles, with what they run elsewhere."""
+"""Unit tests for mpirpc._core.profiling and profiler_hooks: calls in profiles, and what they run."""
 
 import json
 

@@ -1,0 +1,1 @@
+"""Whole programs that tests start on several ranks, or without any."""
