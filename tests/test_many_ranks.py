@@ -1,4 +1,4 @@
-"""Many ranks on one host. Gated by ``MPIRPC_TEST_LARGE=1``: each rank imports torch, which takes a minute here."""
+"""Many ranks on one host. Gated by ``MPIRPC_TEST_LARGE=1``: each rank imports torch, a minute in all."""
 
 import os
 
