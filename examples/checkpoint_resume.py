@@ -6,9 +6,10 @@
 
 Rank 0 trains a network on handwritten digits: its first layers are RemoteModules on the other ranks, its last
 layer is here. It drops random features, so the random generators are part of the state. A checkpoint holds
-the model, the optimizer (Adam), the learning rate's scheduler, the random generators and the losses so far;
-it is written beside its place and then moved there, so the file is whole at every moment, whatever stops the
-job. Its contents are those of the same model in one process: the second job may have other ranks.
+the model, the optimizer (Adam), the learning rate's scheduler, the random generators and the losses so far.
+Rank 0 keeps that of the last finished step, and saves it also when SIGTERM or Ctrl-C ends the job. It is
+written beside its place and then moved there, so the file is whole at every moment, whatever stops the job.
+Its contents are those of the same model in one process: the second job may have other ranks.
 
 Without options it trains once in one go, then again, stopped in the middle and resumed with fresh objects,
 and compares all losses. Prints the losses at a few steps and, from rank 0, as the last line:

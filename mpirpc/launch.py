@@ -5,8 +5,8 @@ How a rank ends, by what happens in the program::
     main returns               wait until all ranks have come so far, then exit status 0
     an exception               its traceback is printed, once for the job; the job is aborted, status 1
     sys.exit(n), n not 0       wait EXIT_PATIENCE for the others, who may do the same; then abort, status n
-    SIGTERM, SIGINT            unwind main, run the callbacks of ``on_terminate``, meet the others for at most
-                               MEET_PATIENCE, leave RPC, exit status 128 + the signal's number
+    SIGTERM, SIGINT            unwind main, run the callbacks of ``on_terminate``, meet the others while there
+                               is grace time, leave RPC, exit status 128 + the signal's number
 
 The signal's handler raises an exception (a ``KeyboardInterrupt``) in the main thread, as Ctrl-C does, so
 ``finally`` blocks and context managers of the program run before the callbacks. A main thread that is stuck
@@ -48,7 +48,10 @@ EXIT_PATIENCE = 10.0
 """Seconds that a rank with an exit status other than 0 waits for the others before it ends the job."""
 
 MEET_PATIENCE = 5.0
-"""Seconds that a rank which got a signal waits for the others, who normally got it too."""
+"""Seconds that a rank which got a signal waits for the others, at least: one of them may save for long."""
+
+LAST_SECONDS = 2.0
+"""Of the grace time: the others have not come by then, and the rank ends the job."""
 
 ABORT_PATIENCE = 10.0
 """Seconds that MPI may take to end a process after MPI_Abort."""
@@ -272,7 +275,7 @@ def _terminate(job: Job, watch: _Signals) -> int:
     if not job.is_threaded:
         shutdown(graceful=False)
     job.post_agreement(status)
-    if job.wait_agreement(deadline_after(MEET_PATIENCE)) is None:
+    if job.wait_agreement(max(deadline_after(MEET_PATIENCE), watch.deadline - LAST_SECONDS)) is None:
         _abort(job, status)
     shutdown(graceful=False)
     return status
@@ -288,6 +291,7 @@ class _Signals:
 
     Attributes:
         number: The first signal that came; 0 if none did. Set by the handler.
+        deadline: When the process ends, on the monotonic clock; 0 if no signal came. Set by the handler.
         may_raise: Whether the handler may unwind the main thread.
     """
 
@@ -295,6 +299,7 @@ class _Signals:
         self._job = job
         self._grace = grace
         self.number = 0
+        self.deadline = 0.0
         self.may_raise = False
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -317,6 +322,7 @@ class _Signals:
                 os._exit(1)
             return
         self.number = number
+        self.deadline = deadline_after(self._grace)
         if self.may_raise:
             interrupts.strike(number, frame)
 

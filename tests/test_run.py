@@ -192,8 +192,17 @@ def test_a_further_signal_passes_through_the_launcher():
     assert status == 138
 
 
+def test_a_rank_that_saves_for_long_is_waited_for():
+    """The other rank is done at once; it used to end the job after MEET_PATIENCE."""
+    with started("slowly", "shutdown", "--signal", "USR1", ready=1) as (launcher, _):
+        os.kill(launcher.pid, 10)
+        output, status = end_of(launcher)
+    assert "saved by rank 1" in output
+    assert status == 138
+
+
 def test_a_signal_to_one_rank_ends_all():
-    with started("callback", "same", ready=2) as (launcher, ranks):
+    with started("callback", "same", "--grace", "8", ready=2) as (launcher, ranks):
         ranks[1].send_signal(15)
         output, status = end_of(launcher)
     assert "saved by rank 1" in output

@@ -44,9 +44,14 @@ def run_ranks(
     n: int, argv: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Finished:
     """Run ``python *argv`` on ``n`` ranks and wait for its end, at most ``timeout`` seconds."""
+    return run_job([*mpirun_command(n), sys.executable, *argv], timeout, rank_environment(env or {}), cwd)
+
+
+def run_job(command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path = ROOT) -> Finished:
+    """Run a launcher as it is given and wait for its end, at most ``timeout`` seconds."""
     process = subprocess.Popen(
-        [*mpirun_command(n), sys.executable, *argv],
-        env=rank_environment(env or {}),
+        command,
+        env=env,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -7,10 +7,12 @@ does.
 
 import sys
 import threading
+import time
 
 from mpi4py import MPI
 
 import mpirpc
+from mpirpc import launch
 
 NEVER = threading.Event()
 
@@ -24,6 +26,11 @@ def fail():
         {}["missing"]
     except KeyError as error:
         raise ValueError("this is wrong\nin two lines") from error
+
+
+def save_for_long():
+    time.sleep(launch.MEET_PATIENCE + 1)
+    print("saved by rank 1", flush=True)
 
 
 def end(how):
@@ -42,6 +49,10 @@ def end(how):
             mpirpc.rpc_sync(MPI.COMM_WORLD.rank, never, timeout=0)
         finally:
             print("unwound", flush=True)
+    elif how == "slowly":
+        mpirpc.on_terminate(save_for_long)
+        print("ready", flush=True)
+        NEVER.wait()
     elif how == "stuck":
         mpirpc.on_terminate(lambda: print("saved all the same", flush=True))
         print("ready", flush=True)

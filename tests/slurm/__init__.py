@@ -1,0 +1,1 @@
+"""The batch scripts of ``slurm/``, submitted to a real Slurm."""
