@@ -14,10 +14,11 @@ import torch
 from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
 from mpirpc._core.future import FirstError, Future
+from mpirpc._core.mpi_faults import end_job
 from mpirpc._core.runtime import Runtime
 from mpirpc._core.timing import deadline_after
 from mpirpc.backend_registry import BackendType, init_backend
-from mpirpc.errors import ConfigurationError, RpcTimeoutError
+from mpirpc.errors import ConfigurationError, RpcError, RpcTimeoutError
 from mpirpc.functions import check_script_call
 from mpirpc.options import RpcBackendOptions
 from mpirpc.rref import UNSET_TIMEOUT, RRef, check_timeout
@@ -42,6 +43,9 @@ __all__ = [
 T = TypeVar("T")
 
 To = str | int | WorkerInfo
+
+_has_broken_off = False
+"""Whether this rank left ``init_rpc`` while others may wait for it there."""
 
 
 def is_available() -> bool:
@@ -87,7 +91,14 @@ def init_rpc(
             f"backend={backend!r} must be a BackendType", "leave it out, or use BackendType.MPI"
         )
     options = backend.construct_options() if rpc_backend_options is None else rpc_backend_options
-    set_process_runtime(init_backend(backend, name, rank, world_size, options))
+    global _has_broken_off
+    try:
+        set_process_runtime(init_backend(backend, name, rank, world_size, options))
+    except RpcError:  # on all ranks alike, or before any waited for another
+        raise
+    except BaseException:  # Ctrl-C: the others go on waiting for this rank
+        _has_broken_off = True
+        raise
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -104,6 +115,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     Raises:
         RpcTimeoutError: The others did not come to rest in time; this worker has stopped all the same.
         WorkerLostError: Another one has stopped without waiting for the group; this worker has stopped too.
+            (One that died is not waited for, where that is survived.)
         RRefError: RRefs were leaked, which is a bug; this worker has stopped all the same.
     """
     runtime: Runtime | None = get_current_or_none()
@@ -336,7 +348,8 @@ def debug_info() -> dict[str, Any]:
     ``unfinished_nbytes`` (sent, not yet taken by the network), ``owned_rrefs`` (values here), ``used_rrefs``
     (handles here of values elsewhere), ``forks`` (handles elsewhere of values here), ``pending_rrefs``
     (handles that wait for a confirmation), ``executor_threads``, ``running_calls``, ``autograd_contexts`` and
-    other ``autograd_*``; ``gil_wait_us`` if ``profiler.measure_gil_wait`` is on.
+    other ``autograd_*``; ``lost_workers`` (names of those that died, where that is survived); ``gil_wait_us``
+    if ``profiler.measure_gil_wait`` is on.
 
     Raises:
         NotInitializedError: RPC does not run.
@@ -353,6 +366,9 @@ def _stop_at_exit() -> None:
     """
     runtime: Runtime | None = get_current_or_none()
     if runtime is None:
+        if _has_broken_off and getattr(sys, "last_value", None) is not None:
+            sys.stderr.write("mpirpc: init_rpc was broken off by an exception: ending the job\n")
+            end_job(1)
         return
     if getattr(sys, "last_value", None) is not None and len(runtime.agent.workers) > 1:
         sys.stderr.write(f"mpirpc: {runtime.agent.me} ended by an exception: ending the job\n")

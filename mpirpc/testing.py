@@ -15,7 +15,7 @@ from mpirpc._core.runtime import Runtime
 from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, Transport, TransportStats
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
-from mpirpc.errors import TransportError
+from mpirpc.errors import ConfigurationError, TransportError
 from mpirpc.options import MPIRpcBackendOptions
 
 __all__ = ["FaultyTransport", "LoopbackCluster"]
@@ -36,6 +36,8 @@ class LoopbackCluster:
         options: Settings of all workers.
         names: Their names; default ``worker0``, ``worker1``, ...
 
+        survives_losses: Whether workers may be killed, by :meth:`kill`.
+
     Attributes:
         network: Holds, releases, reorders and drops messages, see ``LoopbackNetwork``.
         runtimes: The workers by rank.
@@ -51,8 +53,9 @@ class LoopbackCluster:
         world_size: int,
         options: MPIRpcBackendOptions | None = None,
         names: Sequence[str] | None = None,
+        survives_losses: bool = False,
     ) -> None:
-        self.network = LoopbackNetwork(world_size)
+        self.network = LoopbackNetwork(world_size, survives_losses)
         workers = [
             WorkerInfo(name, rank)
             for rank, name in enumerate(names or [f"worker{rank}" for rank in range(world_size)])
@@ -70,6 +73,17 @@ class LoopbackCluster:
             yield self.runtimes[rank]
         finally:
             set_thread_runtime(before)
+
+    def kill(self, rank: int) -> None:
+        """Let worker ``rank`` die, as by ``kill -9``: the others find out, nothing else leaves it.
+
+        Raises:
+            ConfigurationError: The cluster was not made with ``survives_losses``.
+        """
+        if not self.network.survives_losses:
+            raise ConfigurationError("this cluster does not survive losses", "pass survives_losses=True")
+        self.network.kill(rank)
+        self.runtimes[rank].shutdown(graceful=False, timeout=0)
 
     def shutdown(self, graceful: bool = True, timeout: float = 30.0) -> None:
         """Stop all workers.
@@ -120,9 +134,19 @@ class FaultyTransport:
     def __init__(self, inner: Transport, fault: Fault) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.survives_losses = inner.survives_losses
         self._inner = inner
         self._fault = fault
         self._held: list[tuple[float, int, Outgoing]] = []  # when to send it, where to, the message
+
+    @property
+    def on_lost(self) -> Callable[[int], None]:
+        """What is called when a worker turns out to be dead."""
+        return self._inner.on_lost
+
+    @on_lost.setter
+    def on_lost(self, callback: Callable[[int], None]) -> None:
+        self._inner.on_lost = callback
 
     def post_send(self, dest: int, message: Outgoing) -> None:
         """Send, hold back or refuse a message.
@@ -169,6 +193,10 @@ class FaultyTransport:
     def stats(self) -> TransportStats:
         """Return the counts of the wrapped transport."""
         return self._inner.stats()
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Return how many messages went to ``rank`` and came from it."""
+        return self._inner.counts(rank)
 
     def close(self, graceful: bool) -> None:
         """Close the wrapped transport; what is held back is dropped."""

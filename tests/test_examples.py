@@ -36,7 +36,7 @@ def promised_line(name):
 
 
 def test_every_example_is_run():
-    run = {name for name, _ in EXAMPLES} | {"latency.py"}
+    run = {name for name, _ in EXAMPLES} | {"latency.py", "survive.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == run
 
 
@@ -69,6 +69,7 @@ def test_table_names_every_example_with_its_ranks_and_last_line():
     ]
     named = {name: (ranks.split()[0], last.strip("`")) for name, _, ranks, last in rows}
     latency = named.pop("[latency.py](latency.py)")
+    assert named.pop("[survive.py](survive.py)")[1] == promised_line("survive.py")  # see test_failures.py
     assert latency[0] == started_by("latency.py")[1]
     assert named == {
         f"[{name}]({name})": (started_by(name)[1], promised_line(name))

@@ -58,6 +58,7 @@ EXPORTS = {
     ],
     "mpirpc.optim": ["DistributedOptimizer"],
     "mpirpc.profiler": ["measure_gil_wait", "profile_served_calls"],
+    "mpirpc.pytest_plugin": ["RpcWorld", "rpc_world"],
     "mpirpc.testing": ["FaultyTransport", "LoopbackCluster"],
 }
 

@@ -31,6 +31,7 @@ LAYERS = [
         "_core/current",
         "_core/interrupts",
         "_core/launcher",
+        "_core/rank_launcher",
     ],
     ["_core/parameter_locks"],
     [
@@ -38,11 +39,13 @@ LAYERS = [
         "_core/tensor_layout",
         "_core/sparse_layout",
         "_core/rref_protocol",
+        "_core/rest_protocol",
         "_core/autograd_protocol",
         "_core/profiling",
     ],
     [
         "_core/profiler_hooks",
+        "_core/mpi_faults",
         "_core/wire",
         "_core/pickling",
         "_core/autograd_context",
@@ -50,15 +53,14 @@ LAYERS = [
         "_core/autograd_graph",
     ],
     [
-        "_core/transport_mpi",
         "_core/job",
         "_core/transport_loopback",
         "_core/progress",
         "_core/error_transfer",
     ],
-    ["_core/executor", "_core/autograd_pass"],
+    ["_core/executor", "_core/autograd_pass", "_core/transport_mpi"],
     ["_core/agent", "_core/autograd_engine"],
-    ["_core/rref_store", "_core/future"],
+    ["_core/rref_store", "_core/future", "_core/survivors"],
     ["_core/call"],
     ["rref", "_core/gathering"],
     ["_core/runtime"],
@@ -67,7 +69,7 @@ LAYERS = [
     ["moving"],
     ["local_optimizer", "split_model"],
     ["param_groups", "nn"],
-    ["optim", "launch"],
+    ["optim", "launch", "pytest_plugin"],
     ["__init__"],
     ["cli/terminal"],
     ["dropin", "cli/doctor_checks"],
@@ -83,7 +85,13 @@ LAYERS = [
 LAYER = {name: number for number, row in enumerate(LAYERS) for name in row}
 DOCSTRING_ONLY = ["_core/__init__", "cli/__init__"]
 
-MPI4PY_ALLOWED = ["_core/transport_mpi", "_core/job", "cli/bench_mpi_peer", "cli/doctor_facts"]
+MPI4PY_ALLOWED = [
+    "_core/transport_mpi",
+    "_core/mpi_faults",
+    "_core/job",
+    "cli/bench_mpi_peer",
+    "cli/doctor_facts",
+]
 MPI4PY_FOR_TYPES = ["options"]
 """May import mpi4py under ``if TYPE_CHECKING:`` only."""
 

@@ -15,10 +15,10 @@ from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
 from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
-from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Leave, Message
+from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message
 from mpirpc._core.profiling import Span
-from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
+from mpirpc._core.progress import ProgressEngine, Waiter, make_parking
+from mpirpc._core.timing import UNLIMITED, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import (
@@ -83,11 +83,12 @@ class Pending(Waiter):
     )
 
     def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
-        super().__init__()
+        self.done = False
+        self._parking = make_parking()
         self.request_id = request_id
         self.dest = dest
         self.timeout = timeout
-        self.deadline = deadline_after(timeout)
+        self.deadline = monotonic() + timeout if timeout > 0 else UNLIMITED
         self.what = what
         self.incoming: Incoming | None = None
         self.error: BaseException | None = None
@@ -162,7 +163,11 @@ class Agent:
         }
         self._closed_because = ""
         self.left: set[int] = set()  # workers that left without agreement; _on_leave() adds
+        self.lost: set[int] = set()  # those of them that died; _on_death() adds
         self.on_left: Callable[[int], None] = lambda rank: None
+        # handles leave for a worker
+        self.on_forks: Callable[[int, Sequence[ForkDescriptor]], None] = lambda dest, forks: None
+        transport.on_lost = self._note_death
 
     # --- workers ---
 
@@ -177,15 +182,21 @@ class Agent:
         Raises:
             UnknownWorkerError: There is none.
         """
-        if isinstance(to, str):
-            found = self._by_name.get(to)
+        kind = type(to)
+        if kind is str:
+            found = self._by_name.get(to)  # type: ignore[arg-type]
             if found is not None:
                 return found
+        elif kind is int:
+            if 0 <= to < len(self.workers):  # type: ignore[operator]
+                return self.workers[to]  # type: ignore[index]
         elif isinstance(to, WorkerInfo):
             if self._by_name.get(to.name) == to:
                 return to
-        elif isinstance(to, int) and not isinstance(to, bool) and 0 <= to < len(self.workers):
-            return self.workers[to]
+        elif isinstance(to, str):
+            return self.find_worker(str(to))
+        elif isinstance(to, int) and kind is not bool:
+            return self.find_worker(int(to))
         names = ", ".join(str(worker) for worker in self.workers[:16])
         more = f" and {len(self.workers) - 16} more" if len(self.workers) > 16 else ""
         raise UnknownWorkerError(f"{self.me} called unknown worker {to!r}; known workers: {names}{more}")
@@ -214,6 +225,8 @@ class Agent:
         """
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(dest))
         outgoing.on_failed = on_failed
+        if body is not None and body.forks:
+            self.on_forks(dest, body.forks)
         self.engine.submit(dest, outgoing)
 
     def check_open(self) -> None:
@@ -228,17 +241,20 @@ class Agent:
 
         Thread: any.   Progress: blocks while too many bytes are on their way to the callee.
 
+        The caller has made sure that the group is open (:meth:`check_open`).
+
         Raises:
-            NotInitializedError: The group is being shut down.
+            NotInitializedError: The group was shut down meanwhile.
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
-        self.check_open()
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
         if self._transport.unfinished_nbytes(pending.dest) > self._max_unfinished_nbytes:
             limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes, self.left)
             self.wait(limit, pending.deadline)
             self.check_open()
-        outgoing.on_failed = lambda error: self._end(pending, error)
+        outgoing.on_failed = lambda error: self._end(
+            pending, self._lost(pending) if isinstance(error, WorkerLostError) else error
+        )
         self.num_requests += 1
         self._pending[pending.request_id] = pending
         if self._closed_because:  # stop() may have looked before this was added
@@ -246,6 +262,8 @@ class Agent:
             return
         if pending.deadline < self.engine.alarm_at:
             self.engine.alarm_at = pending.deadline
+        if body is not None and body.forks:
+            self.on_forks(pending.dest, body.forks)
         if pending.dest in self.left:
             self._end(pending, self._lost(pending))
         else:
@@ -253,13 +271,14 @@ class Agent:
 
     def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""
-        if not self.executor.owns_this_thread():
+        executor = self.executor
+        if not executor.owns_this_thread():
             return self.engine.wait(goal, deadline)
-        self.executor.begin_wait()
+        executor.begin_wait()
         try:
             return self.engine.wait(goal, deadline)
         finally:
-            self.executor.end_wait()
+            executor.end_wait()
 
     def wait_response(self, pending: Pending) -> None:
         """Wait until ``pending`` is over; on return its ``incoming`` or its ``error`` is set.
@@ -314,6 +333,19 @@ class Agent:
         self._late = handler
 
     def _on_leave(self, source: int, _incoming: Incoming) -> None:
+        """A worker left without agreement."""
+        self._lose(source)
+
+    def _note_death(self, rank: int) -> None:
+        """The transport found out that a worker is dead. Thread: holds the engine's lock."""
+        self.engine.chores.append((self._on_death, rank))
+
+    def _on_death(self, rank: int) -> None:
+        log.warning("a worker has died: worker=%s", self.describe(rank))
+        self.lost.add(rank)
+        self._lose(rank)
+
+    def _lose(self, source: int) -> None:
         """Note that a worker is gone: nothing that waits for it will be answered."""
         self.left.add(source)
         self.on_left(source)
@@ -322,6 +354,12 @@ class Agent:
                 self._end(pending, self._lost(pending))
 
     def _lost(self, pending: Pending) -> WorkerLostError:
+        if pending.dest in self.lost or pending.dest not in self.left:  # or not told of yet
+            return WorkerLostError(
+                f"{self.describe(pending.dest)} has died: no response to request {pending.request_id} "
+                f"({name_of(pending.what)})",
+                "look at its output, and at the launcher's: the reason is there",
+            )
         return WorkerLostError(
             f"{self.describe(pending.dest)} left the group without waiting for it: no response to request "
             f"{pending.request_id} ({name_of(pending.what)})",
@@ -416,7 +454,9 @@ class Agent:
 
 
 def name_of(func: object) -> str:
-    """Return the name of a function for messages: ``module.qualname`` where it has one."""
+    """Return the name of a function for messages: ``module.qualname`` where it has one; text as it is."""
+    if isinstance(func, str):
+        return func
     name = getattr(func, "__qualname__", None) or getattr(func, "name", None) or type(func).__qualname__
     module = getattr(func, "__module__", None)
     return f"{module}.{name}" if module else str(name)

@@ -48,6 +48,12 @@ class AutogradStats:
     recvs: int
 
 
+class _OfThread(threading.local):
+    """The current context of a thread."""
+
+    context_id = NO_CONTEXT
+
+
 class AutogradEngine:
     """All distributed autograd state of one worker. Thread: any, for every method.
 
@@ -74,7 +80,7 @@ class AutogradEngine:
         self._num_sends = 0
         self._num_passes = 0
         self._gone: set[int] = set()  # workers that left the group; lose() puts in
-        self._thread = threading.local()
+        self._thread = _OfThread()
 
     def __repr__(self) -> str:
         return f"<AutogradEngine rank={self._rank} {self.stats()}>"
@@ -84,7 +90,7 @@ class AutogradEngine:
     @property
     def current_context_id(self) -> int:
         """The context that calls made by this thread belong to; 0 if none."""
-        return getattr(self._thread, "context_id", NO_CONTEXT)
+        return self._thread.context_id
 
     @current_context_id.setter
     def current_context_id(self, context_id: int) -> None:
@@ -332,25 +338,16 @@ class AutogradEngine:
         else:
             raise InternalError(f"{type(message).__name__} is no message of distributed autograd")
 
-    def on_worker_lost(self, rank: int, error: BaseException) -> None:
-        """End all passes of contexts that ``rank`` takes part in: its answers will not come."""
-        with self._lock:
-            runners = [
-                runner
-                for context_id, context in self._contexts.items()
-                if rank in context.known_workers
-                for runner in self._passes[context_id].values()
-            ]
-        for runner in runners:
-            runner.fail(error)
-
     def lose(self, worker: int) -> None:
-        """A worker is gone: fail the passes that need it, now and later."""
+        """A worker is gone: fail the passes that need it, now and later, and free the contexts it made."""
         self._gone.add(worker)
         with self._lock:
             runners = [runner for runners in self._passes.values() for runner in runners.values()]
+            orphans = [context_id for context_id in self._contexts if context_id >> COUNTER_BITS == worker]
         for runner in runners:
             runner.fail_if_lost(self._gone)
+        for context_id in orphans:
+            self._release(context_id, worker)
 
     def close(self, error: BaseException) -> None:
         """End all passes with ``error`` and free all contexts, without telling anybody."""
@@ -380,7 +377,7 @@ class AutogradEngine:
         if (
             context is None
             and context_id not in self._tombstones
-            and context_id >> COUNTER_BITS != self._rank
+            and context_id >> COUNTER_BITS not in {self._rank, *self._gone}
         ):
             context = self._add_context(context_id)
         return context

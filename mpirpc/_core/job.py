@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from mpirpc._core.mpi_faults import end_job, is_loss
 from mpirpc._core.timing import monotonic
 from mpirpc.errors import ConfigurationError
 
@@ -92,6 +93,7 @@ class Job:
         self.num_hosts = int(leaders.sum())
         self.board = _make_board(local)
         local.Free()
+        self._alone: int | None = None  # set if a rank has died before all had agreed
         self._agreement: tuple[MPI.Request, np.ndarray, np.ndarray] | None = None
 
     def share(self, text: str) -> str:
@@ -106,15 +108,30 @@ class Job:
 
     def post_agreement(self, value: int) -> None:
         """Take part in the agreement on the largest ``value``; once only, later values do not count."""
-        if self._agreement is None:
+        if self._agreement is None and self._alone is None:
             mine, largest = np.array([value], dtype=np.int32), np.zeros(1, dtype=np.int32)
-            self._agreement = (self._comm.Iallreduce(mine, largest, MPI.MAX), mine, largest)
+            try:
+                self._agreement = (self._comm.Iallreduce(mine, largest, MPI.MAX), mine, largest)
+            except MPI.Exception as error:
+                self._end_alone(error, value)
 
     def poll_agreement(self) -> int | None:
         """Return what was agreed on, once every rank has taken part."""
-        if self._agreement is None or not self._agreement[0].Test():
-            return None
+        if self._alone is not None:
+            return self._alone
+        try:
+            if self._agreement is None or not self._agreement[0].Test():
+                return None
+        except MPI.Exception as error:
+            self._end_alone(error, int(self._agreement[1][0]) if self._agreement else 0)
+            return self._alone
         return int(self._agreement[2][0])
+
+    def _end_alone(self, error: MPI.Exception, value: int) -> None:
+        """A rank has died, and no agreement is possible any more: this rank goes by its own value."""
+        if not is_loss(error):
+            raise error
+        self._alone = value
 
     def wait_agreement(self, deadline: float) -> int | None:
         """Wait until every rank has taken part; None if some have not by ``deadline``."""
@@ -125,8 +142,11 @@ class Job:
         return found
 
     def abort(self, status: int) -> None:
-        """End every rank at once (MPI_Abort); the launcher ends with ``status``, or another that is not 0."""
-        MPI.COMM_WORLD.Abort(status)
+        """End every rank at once (MPI_Abort); the launcher ends with ``status``, or another that is not 0.
+
+        Where the others survive it (``mpi_faults.py``), end this rank alone.
+        """
+        end_job(status)
 
     def __repr__(self) -> str:
         return f"Job(rank {self.rank} of {self.size}, host {self.host})"

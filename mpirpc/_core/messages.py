@@ -212,6 +212,28 @@ class Leave:
     """To every other worker: this one has left the group without waiting for it; expect nothing from it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RestReport:
+    """At shutdown, to every living worker, where workers may die: how much this one has to do.
+
+    ``view`` names the set of workers that it knows to be dead; see ``rest_protocol.py``.
+    """
+
+    phase: int
+    view: int
+    number: int
+    num_sent: int
+    num_received: int
+    is_busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """To every living worker: the reports show that all are at rest in this phase; tell the others."""
+
+    phase: int
+
+
 Message = (
     CallRequest
     | FetchRequest
@@ -227,5 +249,7 @@ Message = (
     | BackwardFailed
     | ContextRelease
     | Leave
+    | RestReport
+    | AtRest
 )
 """Any message of the library."""

@@ -9,6 +9,8 @@ Guarantees (``docs/design/rref.md`` has the reasons, charts and tests):
     G2: a handle lives until the owner has confirmed every child made from it, so no value in use is freed.
 
 Assumed of the network: no message is lost or doubled; any may overtake any other, even between one pair.
+A worker may die (``docs/design/failure.md``): :meth:`lose` takes back what it held, and nothing more comes
+from it.
 
 States::
 
@@ -54,6 +56,9 @@ class FreeValue:
 
 Action = Send | FreeValue
 
+NOBODY = -1
+"""In place of the rank that has a fork, until its message is sent."""
+
 
 # --- owner side ---
 
@@ -74,7 +79,8 @@ class _Entry:
 
     created: bool = False  # false is the state EXPECTED; set by create, never cleared
     holds: int = 0  # owner references; up: hold, down: drop
-    forks: set[ForkId] = field(default_factory=set)  # in: create, add_fork, ForkRequest; out: UserDelete
+    # fork -> rank that has it; in: create, add_fork, ForkRequest; out: UserDelete, lose
+    forks: dict[ForkId, int] = field(default_factory=dict)
 
     def is_free(self) -> bool:
         return self.created and not self.holds and not self.forks
@@ -91,6 +97,7 @@ class OwnerTable:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._entries: dict[RRefId, _Entry] = {}  # in: create, or the first mention of it; out: FreeValue
+        self._lost: set[int] = set()  # dead workers; lose adds
 
     def create(self, rref_id: RRefId, first_fork: ForkId | None = None) -> None:
         """Bring an entry to life: a local value, or a ``remote`` call whose caller holds ``first_fork``.
@@ -104,7 +111,7 @@ class OwnerTable:
             error = LocalProtocolError if first_fork is None else RemoteProtocolError
             raise error(f"rref {rref_id} exists already")
         if first_fork is not None:
-            self._record(entry, rref_id, first_fork, RemoteProtocolError)
+            self._record(entry, rref_id, first_fork, first_fork.created_on, RemoteProtocolError)
         entry.created = True
         self._entries[rref_id] = entry
 
@@ -120,7 +127,13 @@ class OwnerTable:
 
     def add_fork(self, rref_id: RRefId, fork_id: ForkId) -> None:
         """Record a handle that this worker puts into a message: its user need not ask for it."""
-        self._record(self._entry(rref_id, LocalProtocolError), rref_id, fork_id, LocalProtocolError)
+        self._record(self._entry(rref_id, LocalProtocolError), rref_id, fork_id, NOBODY, LocalProtocolError)
+
+    def note_holder(self, rref_id: RRefId, fork_id: ForkId, holder: int) -> None:
+        """Note where the message with a fork of :meth:`add_fork` goes."""
+        entry = self._entries.get(rref_id)
+        if entry is not None and fork_id in entry.forks:
+            entry.forks[fork_id] = holder
 
     def cancel_fork(self, rref_id: RRefId, fork_id: ForkId) -> list[Action]:
         """Undo :meth:`add_fork`: the message was never sent."""
@@ -129,14 +142,39 @@ class OwnerTable:
     def on_fork_request(self, source: int, message: ForkRequest) -> list[Action]:
         """Record the fork of a new user and confirm it."""
         where = f", asked for by fork {message.fork_id} from rank {source}"
-        entry = self._mention(message.rref_id, RemoteProtocolError, where)
-        self._record(entry, message.rref_id, message.fork_id, RemoteProtocolError)
+        if not self._lost or message.rref_id in self._entries:  # else it may have gone with a dead worker
+            entry = self._mention(message.rref_id, RemoteProtocolError, where)
+            self._record(entry, message.rref_id, message.fork_id, source, RemoteProtocolError)
         return [Send(source, ForkAccept(message.fork_id))]
 
     def on_user_delete(self, source: int, message: UserDelete) -> list[Action]:
         """Strike out the fork of a user that is done."""
         where = f" in UserDelete from rank {source}"
         return self._strike(message.rref_id, message.fork_id, RemoteProtocolError, where)
+
+    def lose(self, rank: int) -> list[Action]:
+        """Take back what worker ``rank``, now dead, held. Its ``remote`` calls that have not come never will.
+
+        A handle that it sent on just before, and whose request is still on its way, loses its value; who asks
+        is answered all the same.
+        """
+        self._lost.add(rank)
+        actions: list[Action] = []
+        for rref_id, entry in list(self._entries.items()):
+            entry.created = entry.created or rref_id.created_on == rank
+            entry.forks = {fork_id: holder for fork_id, holder in entry.forks.items() if holder != rank}
+            actions += self._settle(rref_id, entry)
+        return actions
+
+    def is_missing(self, rref_id: RRefId) -> bool:
+        """Tell whether a value is neither here nor to come, since a worker died."""
+        entry = self._entries.get(rref_id)
+        return entry is None and bool(self._lost) and rref_id.created_on in {self.rank, *self._lost}
+
+    def is_expected(self, rref_id: RRefId) -> bool:
+        """Tell whether a value's ``remote`` call has not come yet."""
+        entry = self._entries.get(rref_id)
+        return entry is None or not entry.created
 
     def came_home(self, descriptor: ForkDescriptor) -> list[Action]:
         """Take in a handle that arrived at its owner, for which :meth:`hold` was called just before.
@@ -202,18 +240,23 @@ class OwnerTable:
             raise LocalProtocolError(f"rref {rref_id} has no owner reference")
         return entry
 
-    def _record(self, entry: _Entry, rref_id: RRefId, fork_id: ForkId, error: type[ProtocolError]) -> None:
+    def _record(
+        self, entry: _Entry, rref_id: RRefId, fork_id: ForkId, holder: int, error: type[ProtocolError]
+    ) -> None:
         if fork_id in entry.forks:
             raise error(f"fork {fork_id} of rref {rref_id} is recorded already")
-        entry.forks.add(fork_id)
+        if holder not in self._lost:
+            entry.forks[fork_id] = holder
 
     def _strike(
         self, rref_id: RRefId, fork_id: ForkId, error: type[ProtocolError], where: str = ""
     ) -> list[Action]:
         entry = self._entries.get(rref_id)
         if entry is None or fork_id not in entry.forks:
+            if self._lost:  # it may have gone with a dead worker
+                return []
             raise error(f"unknown fork {fork_id} of rref {rref_id}{where}")
-        entry.forks.remove(fork_id)
+        del entry.forks[fork_id]
         return self._settle(rref_id, entry)
 
     def _settle(self, rref_id: RRefId, entry: _Entry) -> list[Action]:
@@ -265,10 +308,13 @@ class UserTable:
         self.rank = rank
         self._handles: dict[ForkId, _Handle] = {}  # in: create, adopt; out: UserDelete sent, forget
         self._parents: dict[ForkId, ForkId] = {}  # unaccepted child -> the handle here it was made from
+        self._dests: dict[ForkId, int] = {}  # unaccepted child -> where it went; in: note_dest; out: as above
+        self._lost: set[int] = set()  # dead workers; lose adds
 
     def create(self, rref_id: RRefId, fork_id: ForkId, owner: int) -> None:
         """Add the handle that a ``remote`` call makes; pending until :meth:`on_confirmed`."""
-        self._add(fork_id, _Handle(rref_id, owner, HandleState.PENDING), LocalProtocolError)
+        state = HandleState.CONFIRMED if owner in self._lost else HandleState.PENDING
+        self._add(fork_id, _Handle(rref_id, owner, state), LocalProtocolError)
 
     def adopt(self, descriptor: ForkDescriptor) -> list[Action]:
         """Add a handle that arrived in a message; the owner, unless it sent it, is asked to confirm it."""
@@ -278,11 +324,16 @@ class UserTable:
             return []
         handle = _Handle(rref_id, owner, HandleState.PENDING, descriptor.parent)
         self._add(fork_id, handle, RemoteProtocolError)
+        if owner in self._lost:  # nobody will confirm it
+            handle.state = HandleState.CONFIRMED
+            return [Send(descriptor.parent, ChildAccept(fork_id))]
         return [Send(owner, ForkRequest(rref_id, fork_id))]
 
     def on_confirmed(self, fork_id: ForkId) -> list[Action]:
         """Note that the response of the ``remote`` call that made this handle came."""
         handle = self._handle(fork_id, LocalProtocolError)
+        if handle.owner in self._lost:
+            return []
         if handle.state is not HandleState.PENDING or handle.parent is not None:
             raise LocalProtocolError(f"fork {fork_id} of rref {handle.rref_id} does not wait for a response")
         handle.state = HandleState.CONFIRMED
@@ -296,6 +347,13 @@ class UserTable:
         handle.children.add(child)
         self._parents[child] = fork_id
         return ForkDescriptor(handle.rref_id, child, handle.owner, self.rank)
+
+    def note_dest(self, child: ForkId, dest: int) -> list[Action]:
+        """Note where the message with a child goes; a dead worker will not accept it."""
+        if child not in self._parents:
+            return []
+        self._dests[child] = dest
+        return self._part(child) if dest in self._lost else []
 
     def cancel_fork(self, fork_id: ForkId, child: ForkId) -> list[Action]:
         """Undo :meth:`fork`: the message was never sent."""
@@ -327,10 +385,26 @@ class UserTable:
         handle.released = True
         return self._settle(fork_id, handle)
 
+    def lose(self, rank: int) -> list[Action]:
+        """Wait no more for the word of worker ``rank``: it is dead."""
+        self._lost.add(rank)
+        actions: list[Action] = []
+        for child in [child for child, dest in self._dests.items() if dest == rank]:
+            actions += self._part(child)
+        for fork_id, handle in list(self._handles.items()):
+            if handle.owner != rank or handle.state is HandleState.CONFIRMED:
+                continue
+            handle.state = HandleState.CONFIRMED
+            if handle.parent is not None:
+                actions.append(Send(handle.parent, ChildAccept(fork_id)))
+            actions += self._settle(fork_id, handle)
+        return actions
+
     def forget(self, fork_id: ForkId) -> None:
         """Undo :meth:`create`: the ``remote`` call was never sent. Nobody else knows of the handle."""
         handle = self._handle(fork_id, LocalProtocolError)
-        if handle.state is not HandleState.PENDING or handle.parent is not None or handle.children:
+        known = handle.state is not HandleState.PENDING and handle.owner not in self._lost
+        if known or handle.parent is not None or handle.children:
             raise LocalProtocolError(f"fork {fork_id} of rref {handle.rref_id} is known to others")
         del self._handles[fork_id]
 
@@ -402,6 +476,7 @@ class UserTable:
 
     def _part(self, child: ForkId) -> list[Action]:
         fork_id = self._parents.pop(child)
+        self._dests.pop(child, None)
         handle = self._handles[fork_id]
         handle.children.remove(child)
         return self._settle(fork_id, handle)

@@ -20,6 +20,7 @@ from mpirpc._core.messages import NO_FORK, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_protocol import Action, FreeValue, OwnerTable, Send, UserTable
 from mpirpc._core.wire import Incoming
+from mpirpc.errors import RRefError
 
 log = logging.getLogger("mpirpc.rref")
 
@@ -78,6 +79,7 @@ class RRefStore:
             m.ForkAccept: self._on_fork_accept,
             m.ChildAccept: self._handler(self._used.on_child_accept),
         }
+        agent.on_forks = self.note_sent
 
     def _handler(self, decide: Callable[[int, Any], list[Action]]) -> Callable[[int, Incoming], None]:
         def handle(source: int, incoming: Incoming) -> None:
@@ -148,6 +150,9 @@ class RRefStore:
             value = self._values.get(rref_id)
             if value is None:
                 value = OwnerValue("unknown")
+                if self._owned.is_missing(rref_id):
+                    value.error, value.ready.done = self._gone(), True
+                    return value
                 # made here and not owned: freed already, nobody will look for it
                 if rref_id.created_on != self.rank or rref_id in self._owned:
                     self._values[rref_id] = value
@@ -211,13 +216,41 @@ class RRefStore:
                 self._awaited[fork.fork_id] = fork.owner, one_less
         return not missing
 
-    def lose(self, rank: int) -> None:
-        """A worker has left: its word is not waited for any more."""
+    def lose(self, rank: int, is_dead: bool) -> None:
+        """A worker has left: its word is not waited for any more. What a dead one held is released."""
+        actions: list[Action] = []
+        missing: list[OwnerValue] = []
         with self._lock:
             gone = [fork_id for fork_id, (owner, _) in self._awaited.items() if owner == rank]
             awaited = [self._awaited.pop(fork_id) for fork_id in gone]
+            if is_dead:
+                missing = [
+                    value
+                    for rref_id, value in self._values.items()
+                    if rref_id.created_on == rank and self._owned.is_expected(rref_id)
+                ]
+                actions = [*self._owned.lose(rank), *self._used.lose(rank)]
+        for value in missing:
+            self.set_value(value, None, self._gone())
         for _, callback in awaited:
             callback()
+        self._do(actions)
+
+    def _gone(self) -> RRefError:
+        return RRefError("the value of this RRef is not there: the worker that made it, or held it, has died")
+
+    def note_sent(self, dest: int, forks: Sequence[ForkDescriptor]) -> None:
+        """Handles are about to leave for ``dest``: it has them from now on."""
+        actions: list[Action] = []
+        with self._lock:
+            for fork in forks:
+                if fork.owner != self.rank:
+                    actions += self._used.note_dest(fork.fork_id, dest)
+                elif dest in self._agent.lost:
+                    actions += self._owned.cancel_fork(fork.rref_id, fork.fork_id)
+                else:
+                    self._owned.note_holder(fork.rref_id, fork.fork_id, dest)
+        self._do(actions)
 
     def fork(self, rref_id: RRefId, fork_id: ForkId, owner: int) -> ForkDescriptor:
         """Put a handle into a message: ``fork_id`` is the handle's own, NO_FORK at the owner."""

@@ -22,6 +22,7 @@ from mpirpc._core.messages import Body, ForkDescriptor, Message
 from mpirpc._core.pickling import RRefHook
 from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_store import RRefStore
+from mpirpc._core.survivors import Survivors
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
 from mpirpc.errors import (
@@ -97,6 +98,7 @@ class Runtime:
         hook = RRefHook(RRef, self._fork, self.store.cancel_fork, options.reducers)
         self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
         self.gathering = Gathering(self.calls)
+        self._survivors = Survivors(self.agent, transport) if transport.survives_losses else None
         self.is_running = True
         self._ending = threading.Lock()  # held while this worker agrees with the others to stop
         add_runtime(self)
@@ -109,8 +111,9 @@ class Runtime:
         torch.get_num_threads()  # makes torch apply set_num_threads to this thread too
 
     def _lose(self, rank: int) -> None:
-        self.store.lose(rank)
+        self.store.lose(rank, rank in self.agent.lost)
         self.autograd.lose(rank)
+        self.gathering.rounds.lose(self.agent.workers[rank].name)
 
     def _on_autograd(self, source: int, incoming: Any) -> None:
         body, _ = incoming.body()
@@ -184,6 +187,9 @@ class Runtime:
             more (Mattern's
         four counters).
         """
+        if self._survivors is not None:
+            self._survivors.come_to_rest(self._is_quiet, self._wait_until, deadline)
+            return
         before: list[int] = []
         while True:
             self._wait_until(self._is_quiet, deadline)
@@ -217,10 +223,10 @@ class Runtime:
                 raise NotInitializedError(
                     f"shutdown of {self.agent.me} was overtaken by shutdown(graceful=False)"
                 )
-            if self.agent.left:
+            if deserters := self.agent.left - self.agent.lost:  # the dead may be survived
                 raise WorkerLostError(
                     f"shutdown of {self.agent.me} cannot be graceful: "
-                    f"{', '.join(map(self.agent.describe, sorted(self.agent.left)))} left without waiting"
+                    f"{', '.join(map(self.agent.describe, sorted(deserters)))} left without waiting"
                 )
             if monotonic() >= deadline:
                 raise RpcTimeoutError(
@@ -269,6 +275,7 @@ class Runtime:
             "used_rrefs": rrefs.used,
             "forks": rrefs.forks,
             "pending_rrefs": rrefs.pending,
+            "lost_workers": sorted(self.agent.workers[rank].name for rank in self.agent.lost),
             "executor_threads": self.agent.executor.num_threads_alive,
             "running_calls": self.agent.executor.num_running,
             **{f"autograd_{name}": count for name, count in asdict(self.autograd.stats()).items()},

@@ -80,16 +80,27 @@ class TransportStats:
 class Transport(Protocol):
     """A group's network as one worker sees it.
 
+    Attributes:
+        on_lost: Called once for each worker that turns out to be dead, inside ``poll`` or ``post_send``.
+        survives_losses: Whether that can be; if not, the death of one worker ends the job.
+
     Every method is called by one thread at a time: the holder of the progress engine's lock. None blocks,
         except
-    ``close``. Messages are never lost or doubled; no order is promised between two of them.
+    ``close``. Messages are never lost or doubled, but with a dead worker; no order is promised between two of
+    them.
     """
 
     rank: int
     world_size: int
+    on_lost: Callable[[int], None]
+    survives_losses: bool
 
     def post_send(self, dest: int, message: Outgoing) -> None:
-        """Start sending ``message``; the transport keeps it alive until it has left."""
+        """Start sending ``message``; the transport keeps it alive until it has left.
+
+        Raises:
+            WorkerLostError: ``dest`` is dead.
+        """
 
     def poll(self) -> Sequence[Arrival]:
         """Move everything forward a step; return the messages that are complete, a few at most."""
@@ -108,6 +119,12 @@ class Transport(Protocol):
 
     def stats(self) -> TransportStats:
         """Return the counts so far."""
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Return how many messages went to ``rank`` and came from it, without those of coming to rest.
+
+        Counted only where workers may die.
+        """
 
     def close(self, graceful: bool) -> None:
         """Give everything back. Graceful: all workers do it together and nothing is under way."""

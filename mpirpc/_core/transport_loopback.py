@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
+from mpirpc._core.wire import is_about_rest
+from mpirpc.errors import WorkerLostError
 
 Selector = Callable[[int, int, bytearray], bool]
 """Given source, dest and head of a message: is it one of those meant?"""
@@ -22,10 +24,14 @@ class LoopbackNetwork:
     Attributes:
         held: Messages kept back, oldest first, as ``(dest, arrival)``. Changed under the network's lock.
         dropped: How many messages were thrown away.
+        dead: Workers that :meth:`kill` was called for.
+        survives_losses: Whether workers may be killed.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, survives_losses: bool = False) -> None:
         self.world_size = world_size
+        self.survives_losses = survives_losses
+        self.dead: list[int] = []
         self.held: list[tuple[int, Arrival]] = []
         self.dropped = 0
         self._lock = threading.Lock()
@@ -41,6 +47,13 @@ class LoopbackNetwork:
     def drop(self, selector: Selector) -> None:
         """Throw away messages from now on that ``selector`` names."""
         self._drops = selector
+
+    def kill(self, rank: int) -> None:
+        """From now on worker ``rank`` is dead: nothing comes from it or gets there; the others find out."""
+        with self._lock:
+            self.held = [(dest, arrival) for dest, arrival in self.held if rank not in (dest, arrival.source)]
+            self._inboxes[rank].clear()
+            self.dead.append(rank)
 
     def release(self, index: int = 0) -> None:
         """Deliver one held message, by its place in ``held``."""
@@ -59,7 +72,9 @@ class LoopbackNetwork:
     def carry(self, dest: int, arrival: Arrival) -> None:
         """Take a message from a transport: deliver, hold or drop it."""
         with self._lock:
-            if self._drops is not None and self._drops(arrival.source, dest, arrival.head):
+            if arrival.source in self.dead or dest in self.dead:
+                self.dropped += 1
+            elif self._drops is not None and self._drops(arrival.source, dest, arrival.head):
                 self.dropped += 1
             elif self._holds is not None and self._holds(arrival.source, dest, arrival.head):
                 self.held.append((dest, arrival))
@@ -96,11 +111,24 @@ class LoopbackTransport:
         self.rank = rank
         self.world_size = network.world_size
         self._network = network
+        self.survives_losses = network.survives_losses
+        self.on_lost: Callable[[int], None] = lambda rank: None
+        self._num_lost = 0  # how many of the network's dead have been told of
+        self._sent_to = [0] * network.world_size
+        self._received_from = [0] * network.world_size
         self._num_sums = 0
         self._sent = self._received = self._sent_nbytes = self._received_nbytes = 0
 
     def post_send(self, dest: int, message: Outgoing) -> None:
-        """Copy the message and hand it to the network."""
+        """Copy the message and hand it to the network.
+
+        Raises:
+            WorkerLostError: ``dest`` is dead.
+        """
+        if dest in self._network.dead:
+            raise WorkerLostError(f"rank {dest} has died")
+        if not is_about_rest(message.head):
+            self._sent_to[dest] += 1
         self._sent += 1
         self._sent_nbytes += message.nbytes
         frames = [frame.clone() for frame in message.frames]
@@ -108,9 +136,14 @@ class LoopbackTransport:
 
     def poll(self) -> Sequence[Arrival]:
         """Return the next message, if there is one."""
+        while self._num_lost < len(self._network.dead):
+            self.on_lost(self._network.dead[self._num_lost])
+            self._num_lost += 1
         arrival = self._network.take(self.rank)
         if arrival is None:
             return ()
+        if not is_about_rest(arrival.head):
+            self._received_from[arrival.source] += 1
         self._received += 1
         self._received_nbytes += arrival.nbytes
         return (arrival,)
@@ -135,6 +168,10 @@ class LoopbackTransport:
     def stats(self) -> TransportStats:
         """Return the counts so far."""
         return TransportStats(self._sent, self._sent_nbytes, self._received, self._received_nbytes, 0, 0)
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Return how many messages went to ``rank`` and came from it."""
+        return self._sent_to[rank], self._received_from[rank]
 
     def close(self, graceful: bool) -> None:
         """Do nothing: memory is freed with the network."""

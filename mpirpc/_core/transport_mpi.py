@@ -1,4 +1,4 @@
-"""Messages over MPI. The only file of the machinery that imports mpi4py.
+"""Messages over MPI.
 
 The head of a message is one MPI message on a communicator of its own, found by matched probe; its frames
 follow on a second communicator, in order, straight into their final memory. MPI keeps the order of messages
@@ -6,31 +6,43 @@ per pair and communicator, so the n-th receive posted there meets the n-th frame
 no tag is needed to tell them apart, and call ids stay out of tags (some networks offer 20 bits only).
 
 MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames are cut into chunks.
+
+Where ranks may die and leave the others alive (``mpi_faults.py``), what was under way with a dead one is put
+aside and its messages are dropped.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpirpc._core.current import is_forked
+from mpirpc._core.current import is_forked, stop_all
 from mpirpc._core.launcher import find_wrong_belief, find_wrong_start, library_name
+from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
+from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats, check_name
-from mpirpc._core.wire import frame_sizes
-from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError
+from mpirpc._core.wire import frame_sizes, is_about_rest
+from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError, WorkerLostError
 
 TAG = 0
 SMALL_HEAD = 4096
 """Heads up to this size are received at once: MPI has them in a buffer when the probe sees them."""
 
 ARRIVALS_PER_POLL = 8
+
+JOIN_NOTICE = 60.0
+"""Seconds in ``init_rpc`` after which a rank says that it waits for others."""
+
+log = logging.getLogger("mpirpc.transport")
 
 _abandoned: list[object] = []
 """What groups that ended without agreement left: freeing communicators is collective, so all is kept."""
@@ -112,13 +124,29 @@ def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | Non
 def _allgather(comm: MPI.Comm, mine: bytes) -> list[bytes]:
     """Tell every rank of ``comm`` a few bytes and hear theirs, in rank order."""
     counts = np.zeros(comm.size, dtype=np.int32)
-    comm.Allgather(np.array([len(mine)], dtype=np.int32), counts)
+    length = np.array([len(mine)], dtype=np.int32)
+    _wait_for_all(comm.Iallgather(length, counts), (length, counts))
     everything = bytearray(int(counts.sum()))
-    comm.Allgatherv([mine, MPI.BYTE], [everything, counts, MPI.BYTE])
+    _wait_for_all(comm.Iallgatherv([mine, MPI.BYTE], [everything, counts, MPI.BYTE]), (mine, everything))
     ends = np.cumsum(counts)
     return [
         bytes(everything[int(end) - int(count) : int(end)]) for count, end in zip(counts, ends, strict=True)
     ]
+
+
+def _wait_for_all(request: MPI.Request, buffers: object) -> None:
+    """Wait for a collective by looking and sleeping, so that Ctrl-C is heard."""
+    pause, notice = 1e-5, deadline_after(JOIN_NOTICE)
+    try:
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            if monotonic() >= notice:
+                notice = UNLIMITED
+                log.warning("init_rpc has waited %g s: some rank has not called it", JOIN_NOTICE)
+    except BaseException:
+        _abandoned.append((request, buffers))
+        raise
 
 
 @dataclass(slots=True)
@@ -146,8 +174,17 @@ class MPITransport:
     def __init__(self, comm: MPI.Comm, chunk_nbytes: int) -> None:
         self.rank = comm.Get_rank()
         self.world_size = comm.Get_size()
+        self.survives_losses = can_survive(os.environ)
+        self.on_lost: Callable[[int], None] = lambda rank: None
         self._heads = comm.Dup()
         self._frames = comm.Dup()
+        for made in (self._heads, self._frames):
+            made.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises
+        call_at_finalize(stop_all)
+        self._losses: Losses | None = None
+        if self.survives_losses:
+            self._losses = Losses(self._heads, [self._frames])
+            self._losses.greet()
         self._chunk_nbytes = chunk_nbytes
         self._status = MPI.Status()
         self._to_myself: deque[Arrival] = deque()
@@ -164,8 +201,14 @@ class MPITransport:
         """Start sending. Copies: none, except to oneself.
 
         Raises:
+            WorkerLostError: ``dest`` is dead.
             TransportError: MPI refused the message.
         """
+        if self._losses is not None:
+            if dest in self._losses.ranks:
+                raise WorkerLostError(f"rank {dest} has died")
+            if not is_about_rest(message.head):
+                self._losses.sent_to[dest] += 1
         self._sent += 1
         self._sent_nbytes += message.nbytes
         if dest == self.rank:
@@ -181,6 +224,9 @@ class MPITransport:
                         dest, self._frames, MPI.buffer.fromaddress(address + at, nbytes), frame, nbytes
                     )
         except MPI.Exception as error:
+            if self._losses is not None and is_loss(error):
+                self._lose()
+                raise WorkerLostError(f"rank {dest} has died") from error
             raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
 
     def _post(self, dest: int, comm: MPI.Comm, buffer: object, keep: object, nbytes: int) -> None:
@@ -229,10 +275,17 @@ class MPITransport:
             if self._incoming:
                 self._receive(arrivals)
         except MPI.Exception as error:
-            raise _translate(error, "receiving") from error
+            if self._losses is None or not is_loss(error):
+                raise _translate(error, "receiving") from error
+            self._lose()
+        if self._losses is not None:
+            self._tell_losses()
+            arrivals = [arrival for arrival in arrivals if arrival.source not in self._losses.ranks]
         for arrival in arrivals:
             self._received += 1
             self._received_nbytes += arrival.nbytes
+            if self._losses is not None and not is_about_rest(arrival.head):
+                self._losses.received_from[arrival.source] += 1
         return arrivals
 
     def _probe(self, arrivals: list[Arrival]) -> None:
@@ -296,6 +349,27 @@ class MPITransport:
             requests.popleft()
         return not requests
 
+    # --- losing workers ---
+
+    def _lose(self) -> None:
+        """Find out who died, and put aside what was under way with them: MPI may still touch the buffers."""
+        assert self._losses is not None
+        self._losses.look()
+        for rank in self._losses.untold:
+            _abandoned.append((self._unfinished.pop(rank, None), self._incoming.pop(rank, None)))
+            self._unfinished_nbytes.pop(rank, None)
+
+    def _tell_losses(self) -> None:
+        assert self._losses is not None
+        while self._losses.untold:
+            self.on_lost(self._losses.untold.pop(0))
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Return how many messages went to ``rank`` and came from it, without those of coming to rest."""
+        if self._losses is None:
+            return 0, 0
+        return self._losses.sent_to[rank], self._losses.received_from[rank]
+
     # --- agreeing ---
 
     def post_sum(self, values: Sequence[int]) -> None:
@@ -326,7 +400,13 @@ class MPITransport:
         )
 
     def close(self, graceful: bool) -> None:
-        """Free the communicators (graceful: collective, with nothing under way), or put them aside."""
+        """Free the communicators (graceful: collective, with nothing under way), or put them aside.
+
+        Where workers may die they are always put aside: freeing is collective.
+        """
+        if self._losses is not None and graceful:
+            flush([request for queue in self._unfinished.values() for request, _, _ in queue])
+            graceful = False
         if graceful:
             for queue in self._unfinished.values():
                 MPI.Request.Waitall([request for request, _, _ in queue])
@@ -338,8 +418,8 @@ class MPITransport:
             _abandoned.append((self._heads, self._frames, self._unfinished, self._incoming, self._sum))
 
     def abort(self) -> None:
-        """End every rank of the job at once (MPI_Abort)."""
-        MPI.COMM_WORLD.Abort(1)
+        """End every rank of the job at once (MPI_Abort); where the others survive it, this one alone."""
+        end_job(1)
 
 
 def _frame_sizes(head: bytearray) -> list[int]:

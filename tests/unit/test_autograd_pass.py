@@ -284,9 +284,9 @@ def test_deadline_names_who_is_missing(box):
 
 def test_lost_worker_ends_passes_that_need_it(box):
     root = box.call(lambda a: a * 2, leaf()).sum()
-    box.cluster.works.append(lambda: box.engines[0].on_worker_lost(1, WorkerLostError("worker1 is gone")))
+    box.cluster.works.append(lambda: box.engines[0].lose(1))
     box.cluster.pick = lambda num: num - 1
-    with pytest.raises(WorkerLostError, match="worker1 is gone"):
+    with pytest.raises(WorkerLostError, match="a backward pass needs 'worker1'"):
         box.backward(root)
 
 

@@ -301,7 +301,7 @@ def test_what_errors_advise_exists():
     assert missing == []
 
 
-LOGGERS = {"agent", "call", "executor", "progress", "rref", "runtime"}
+LOGGERS = {"agent", "call", "executor", "progress", "rref", "runtime", "transport"}
 """Names of the library's loggers begin with its name too."""
 
 

@@ -34,6 +34,8 @@ MESSAGES = [
     m.BackwardFailed(7, PassId(1, 2), 3),
     m.ContextRelease(7),
     m.Leave(),
+    m.RestReport(1, 2, 3, 4, 5, True),
+    m.AtRest(2),
 ]
 FORKS = [ForkDescriptor(RRefId(0, 1), ForkId(2, 3), 4, 5), ForkDescriptor(RRefId(1, 1), ForkId(2, 9), 0, 0)]
 DTYPES = [
