@@ -17,8 +17,8 @@ from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, Leave, Message
 from mpirpc._core.profiling import Span
-from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
+from mpirpc._core.progress import ProgressEngine, Waiter, make_parking
+from mpirpc._core.timing import UNLIMITED, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import (
@@ -83,11 +83,12 @@ class Pending(Waiter):
     )
 
     def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
-        super().__init__()
+        self.done = False
+        self._parking = make_parking()
         self.request_id = request_id
         self.dest = dest
         self.timeout = timeout
-        self.deadline = deadline_after(timeout)
+        self.deadline = monotonic() + timeout if timeout > 0 else UNLIMITED
         self.what = what
         self.incoming: Incoming | None = None
         self.error: BaseException | None = None
@@ -177,15 +178,21 @@ class Agent:
         Raises:
             UnknownWorkerError: There is none.
         """
-        if isinstance(to, str):
-            found = self._by_name.get(to)
+        kind = type(to)
+        if kind is str:
+            found = self._by_name.get(to)  # type: ignore[arg-type]
             if found is not None:
                 return found
+        elif kind is int:
+            if 0 <= to < len(self.workers):  # type: ignore[operator]
+                return self.workers[to]  # type: ignore[index]
         elif isinstance(to, WorkerInfo):
             if self._by_name.get(to.name) == to:
                 return to
-        elif isinstance(to, int) and not isinstance(to, bool) and 0 <= to < len(self.workers):
-            return self.workers[to]
+        elif isinstance(to, str):
+            return self.find_worker(str(to))
+        elif isinstance(to, int) and kind is not bool:
+            return self.find_worker(int(to))
         names = ", ".join(str(worker) for worker in self.workers[:16])
         more = f" and {len(self.workers) - 16} more" if len(self.workers) > 16 else ""
         raise UnknownWorkerError(f"{self.me} called unknown worker {to!r}; known workers: {names}{more}")
@@ -228,11 +235,12 @@ class Agent:
 
         Thread: any.   Progress: blocks while too many bytes are on their way to the callee.
 
+        The caller has made sure that the group is open (:meth:`check_open`).
+
         Raises:
-            NotInitializedError: The group is being shut down.
+            NotInitializedError: The group was shut down meanwhile.
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
-        self.check_open()
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
         if self._transport.unfinished_nbytes(pending.dest) > self._max_unfinished_nbytes:
             limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes, self.left)
@@ -253,13 +261,14 @@ class Agent:
 
     def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""
-        if not self.executor.owns_this_thread():
+        executor = self.executor
+        if not executor.owns_this_thread():
             return self.engine.wait(goal, deadline)
-        self.executor.begin_wait()
+        executor.begin_wait()
         try:
             return self.engine.wait(goal, deadline)
         finally:
-            self.executor.end_wait()
+            executor.end_wait()
 
     def wait_response(self, pending: Pending) -> None:
         """Wait until ``pending`` is over; on return its ``incoming`` or its ``error`` is set.

@@ -48,6 +48,12 @@ class AutogradStats:
     recvs: int
 
 
+class _OfThread(threading.local):
+    """The current context of a thread."""
+
+    context_id = NO_CONTEXT
+
+
 class AutogradEngine:
     """All distributed autograd state of one worker. Thread: any, for every method.
 
@@ -74,7 +80,7 @@ class AutogradEngine:
         self._num_sends = 0
         self._num_passes = 0
         self._gone: set[int] = set()  # workers that left the group; lose() puts in
-        self._thread = threading.local()
+        self._thread = _OfThread()
 
     def __repr__(self) -> str:
         return f"<AutogradEngine rank={self._rank} {self.stats()}>"
@@ -84,7 +90,7 @@ class AutogradEngine:
     @property
     def current_context_id(self) -> int:
         """The context that calls made by this thread belong to; 0 if none."""
-        return getattr(self._thread, "context_id", NO_CONTEXT)
+        return self._thread.context_id
 
     @current_context_id.setter
     def current_context_id(self, context_id: int) -> None:

@@ -37,6 +37,12 @@ Respond = Callable[[Any, BaseException | None], None]
 """Takes a call's result, or its exception."""
 
 
+class _OfThread(threading.local):
+    """Futures of the calls that a thread starts, inside of :meth:`Calls.collected_futures`."""
+
+    futures: list[Future[Any]] | None = None
+
+
 class Calls:
     """Makes and serves the calls of one worker.
 
@@ -62,7 +68,7 @@ class Calls:
         self._hook = hook
         self._make_rref = make_rref
         self._lock = threading.Lock()  # around num_open
-        self._thread = threading.local()  # .futures: see collected_futures
+        self._thread = _OfThread()
         self.num_open = 0  # calls received and not answered
         self.num_served = 0
         self.observers: list[Callable[[list[FunctionEvent]], None]] = []  # told what each call has run
@@ -92,23 +98,26 @@ class Calls:
         Raises:
             SerializationError: Something cannot be pickled; nothing was sent.
         """
-        self.agent.check_open()  # before RRefs of a group that has ended are forked
-        pending = Pending(self.agent.next_id(), dest, timeout, call[0])
+        agent = self.agent
+        agent.check_open()  # before RRefs of a group that has ended are forked
+        pending = Pending(agent.next_id(), dest, timeout, call[0])
         pending.on_done = on_done
         pending.on_late = on_late
         if is_profiling():
             mode = "remote" if rref_id != NO_RREF else "sync" if on_done is None else "async"
             call = self._profiled(call, pending, mode)
-        context_id = self._context_of_request(dest)
+        context_id = self.autograd.current_context_id
         if context_id:
+            context_id = self._context_of_request(dest)
             func, args, kwargs = call
             call = func, _joined_to_graph(args), {name: _joined_to_graph(x) for name, x in kwargs.items()}
         body = dumps_call(call, self._hook)
         message_id = 0
         try:
-            message_id = self._attach_send(context_id, dest, body)
+            if context_id:
+                message_id = self._attach_send(context_id, dest, body)
             request = m.CallRequest(pending.request_id, context_id, message_id, rref_id, fork_id)
-            self.agent.request(request, body, pending)
+            agent.request(request, body, pending)
         except BaseException:
             self._take_back(context_id, message_id, body)
             raise
@@ -136,6 +145,7 @@ class Calls:
         self, owner: int, rref_id: RRefId, timeout: float, on_done: Callable[[Pending], None] | None = None
     ) -> Pending:
         """Ask the owner for a copy of an RRef's value. Thread: any."""
+        self.agent.check_open()
         pending = Pending(self.agent.next_id(), owner, timeout, f"to_here of rref {rref_id}")
         pending.on_done = on_done
         context_id = self._context_of_request(owner)
@@ -408,7 +418,7 @@ class Calls:
                 self._fulfil(future, pending)
 
         future._waiter = start(on_done)
-        started: list[Future[Any]] | None = getattr(self._thread, "futures", None)
+        started = self._thread.futures
         if started is not None:
             started.append(future)
         return future
@@ -416,7 +426,7 @@ class Calls:
     @contextmanager
     def collected_futures(self) -> Iterator[list[Future[Any]]]:
         """Collect the futures of all calls that this thread starts inside; blocks nest."""
-        before = getattr(self._thread, "futures", None)
+        before = self._thread.futures
         self._thread.futures = futures = list[Future[Any]]()
         try:
             yield futures
@@ -435,6 +445,9 @@ class Calls:
 
     def _open(self, source: int, incoming: Incoming, context_id: int, message_id: int) -> Any:
         """Rebuild what a message carries: handles first (they must be released even if unpickling fails)."""
+        payload = incoming.plain_payload()
+        if payload is not None:
+            return loads(payload, (), ())
         rrefs = [self._adopt(fork) for fork in incoming.forks()]
         body, needs_grad = incoming.body()
         tensors = body.tensors

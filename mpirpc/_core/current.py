@@ -13,7 +13,14 @@ from typing import Any
 
 from mpirpc.errors import NotInitializedError
 
-_thread = threading.local()
+
+class _OfThread(threading.local):
+    """What a thread that has set nothing sees; a missing attribute would cost ten times as much."""
+
+    runtime: Any = None
+
+
+_thread = _OfThread()
 _process: Any = None
 _why_none = "call mpirpc.init_rpc on every rank first"
 _forked = False
@@ -26,7 +33,7 @@ def get_current() -> Any:
     Raises:
         NotInitializedError: There is none.
     """
-    runtime = getattr(_thread, "runtime", None) or _process
+    runtime = _thread.runtime or _process
     if runtime is None:
         raise NotInitializedError(
             "RPC has not been initialized: mpirpc is not running in this process", _why_none
@@ -36,7 +43,7 @@ def get_current() -> Any:
 
 def get_current_or_none() -> Any:
     """Return the runtime of this thread, or None."""
-    return getattr(_thread, "runtime", None) or _process
+    return _thread.runtime or _process
 
 
 def set_process_runtime(runtime: Any, why_none: str = "") -> None:
@@ -49,7 +56,7 @@ def set_process_runtime(runtime: Any, why_none: str = "") -> None:
 
 def set_thread_runtime(runtime: Any) -> Any:
     """Make ``runtime`` (or none) that of the calling thread; return the one before."""
-    before = getattr(_thread, "runtime", None)
+    before = _thread.runtime
     _thread.runtime = runtime
     return before
 

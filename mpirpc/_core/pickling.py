@@ -66,7 +66,10 @@ def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
     """Prepare a call for another worker; see :func:`dumps`."""
     func, args, kwargs = call
     if not kwargs:
-        name = _name_of(func)
+        try:
+            name = _names.get(func) or _name_of(func)
+        except TypeError:  # not hashable
+            name = None
         if name is not None:
             body = _flatten(name, args, hook)
             if body is not None:
@@ -125,10 +128,7 @@ class OnValue:
 
 def _name_of(func: Any) -> _Name | None:
     """Return where a function can be found by name: at the top of a module, or among torch's operators."""
-    try:
-        known = _names.get(func)
-    except TypeError:  # not hashable
-        return None
+    known = _names.get(func)
     if known is None:
         if type(func) is OnValue:
             return "", func.method
@@ -158,7 +158,7 @@ def _find(name: _Name) -> Any:
 
 def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -> Body | None:
     """Write a simple call, or a simple result (no name); None if it is not simple."""
-    body = Body()
+    tensors: list[torch.Tensor] = []
     plain: list[Any] = []
     lifted: list[int] = []  # places of tensors
     rrefs: list[int] = []  # places of RRefs
@@ -167,7 +167,7 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
         if kind in _SIMPLE:
             plain.append(value)
         elif kind is torch.Tensor and _travels_raw(value):
-            plain.append(_place_of(value, body.tensors))
+            plain.append(_place_of(value, tensors))
             lifted.append(place)
         elif hook is not None and kind is hook.rref_type:
             plain.append(0)
@@ -177,11 +177,12 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
     for number, place in enumerate(rrefs):
         plain[place] = number
     try:
-        body.payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
+        payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
     except ValueError:  # a text or bytes too long for marshal
         return None
+    body = Body(payload, tensors, [])
     # forks last: nothing can fail after them
-    if hook is not None:
+    if rrefs and hook is not None:
         for place in rrefs:
             _fork_into(body, hook, args[place])
     return body
@@ -299,12 +300,11 @@ _QUANTIZED = frozenset([torch.qint8, torch.quint8, torch.qint32])
 def _travels_raw(tensor: torch.Tensor) -> bool:
     """Say whether the tensor can travel as plain bytes; others go through torch's own pickling."""
     return (
-        (tensor.layout is torch.strided or tensor.layout is torch.sparse_coo)
-        and (tensor.is_cpu or tensor.is_cuda)
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        (tensor.is_cpu or tensor.is_cuda)
         and has_dtype(tensor.dtype)
+        and (tensor.layout is torch.strided or tensor.layout is torch.sparse_coo)
+        and not tensor.is_neg()
+        and not tensor.is_conj()
     )
 
 

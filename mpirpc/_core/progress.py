@@ -41,6 +41,13 @@ UNFINISHED_SLEEP = 1e-4
 """Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
 
 
+def make_parking() -> threading.Lock:
+    """Make the place where a waiter parks: a lock that is taken."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Waiter:
     """Something a thread waits for: done or not, with a place to park.
 
@@ -51,8 +58,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self.done = False
-        self._parking = threading.Lock()
-        self._parking.acquire()
+        self._parking = make_parking()
 
     def set(self) -> None:
         """Say that it is done and wake who waits."""
@@ -120,8 +126,15 @@ class ProgressEngine:
         Thread: any.   Progress: never blocks.
         Errors: if the transport refuses the message, ``message.on_failed`` is called.
         """
-        self._outbox.append((dest, message))
-        self._empty_outbox()
+        if not self._outbox and self._lock.acquire(False):
+            try:
+                self._post(dest, message)
+            finally:
+                self._lock.release()
+        else:
+            self._outbox.append((dest, message))
+        if self._outbox:
+            self._empty_outbox()
         if self._is_closed:
             self._refuse_outbox()
         if message.frames:  # moved by polling: no time to sleep
@@ -148,11 +161,14 @@ class ProgressEngine:
                 dest, message = self._outbox.popleft()
             except IndexError:
                 return
-            try:
-                self.transport.post_send(dest, message)
-            except Exception as error:
-                if message.on_failed is not None:
-                    self.urgent.append(partial(message.on_failed, error))
+            self._post(dest, message)
+
+    def _post(self, dest: int, message: Outgoing) -> None:
+        try:
+            self.transport.post_send(dest, message)
+        except Exception as error:
+            if message.on_failed is not None:
+                self.urgent.append(partial(message.on_failed, error))
 
     # --- polling ---
 
@@ -292,6 +308,8 @@ class ProgressEngine:
                 self.lead(goal, deadline)
             else:
                 self._follow(goal, deadline)
+            if goal.done:
+                return True
             if monotonic() >= deadline:
                 break
         return goal.done

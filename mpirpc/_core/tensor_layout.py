@@ -72,6 +72,10 @@ class Laid(NamedTuple):
     descriptions: list[bytes]
 
 
+_copied = ctypes.string_at
+"""Return the bytes from an address on."""
+
+
 def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None) -> Laid:
     """Plan what to send of ``tensors``.
 
@@ -81,10 +85,18 @@ def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: Devic
     if not _are_simple(tensors):
         return _lay_out_any(laid, tensors, eager_limit, device_map)
     for place, tensor in enumerate(tensors):
-        _add_storage(laid, tensor.data_ptr(), tensor.nbytes, tensor, eager_limit)
-        shape = tensor.shape
-        flags = _CONTIGUOUS | _WHOLE | tensor.requires_grad
-        laid.descriptions.append(_pack(tensor.dtype, flags, len(shape), HOST, place, 0, shape))
+        nbytes, shape = tensor.nbytes, tensor.shape
+        if nbytes <= eager_limit:
+            laid.inline.append(_copied(tensor.data_ptr(), nbytes))
+            laid.sizes.append(nbytes)
+        else:
+            _add_storage(laid, tensor.data_ptr(), nbytes, tensor, eager_limit)
+        ndim, flags = len(shape), _CONTIGUOUS | _WHOLE | tensor.requires_grad
+        if ndim < _KNOWN:
+            code = _DTYPE_CODES[tensor.dtype]
+            laid.descriptions.append(_WITH_NUMBERS[ndim].pack(code, flags, ndim, HOST, place, 0, *shape))
+        else:
+            laid.descriptions.append(_pack(tensor.dtype, flags, ndim, HOST, place, 0, shape))
     return laid
 
 
@@ -93,12 +105,13 @@ def _are_simple(tensors: Sequence[torch.Tensor]) -> bool:
     for tensor in tensors:
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return False
-    if len(tensors) > 1:
-        end = 0
-        for address, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
-            if address < end:
-                return False
-            end = address + nbytes
+    if len(tensors) < 2:
+        return True
+    end = 0
+    for address, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+        if address < end:
+            return False
+        end = address + nbytes
     return True
 
 
@@ -117,7 +130,7 @@ def _lay_out_any(
 def _add_storage(laid: Laid, address: int, nbytes: int, tensor: torch.Tensor, eager_limit: int) -> None:
     """Add a range of ``tensor``'s memory to what is sent."""
     if nbytes <= eager_limit:
-        laid.inline.append(ctypes.string_at(address, nbytes))
+        laid.inline.append(_copied(address, nbytes))
         laid.sizes.append(nbytes)
         return
     memory = tensor.untyped_storage()

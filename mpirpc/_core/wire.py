@@ -104,7 +104,9 @@ _FIELDS = {cls: _derive(place + 1, cls) for place, cls in enumerate(_KINDS)}
 # the two of every call, written out: half the cost
 _FIELDS[m.CallRequest] = _FIELDS[m.CallRequest]._replace(
     flatten=lambda x: (x.request_id, x.context_id, x.autograd_message_id, *x.rref_id, *x.fork_id),
-    rebuild=lambda r, c, a, r0, r1, f0, f1: m.CallRequest(r, c, a, RRefId(r0, r1), ForkId(f0, f1)),
+    rebuild=lambda r, c, a, r0, r1, f0, f1: (
+        m.CallRequest(r, c, a, RRefId(r0, r1), ForkId(f0, f1)) if r1 else m.CallRequest(r, c, a)
+    ),
 )
 _FIELDS[m.CallResponse] = _FIELDS[m.CallResponse]._replace(flatten=lambda x: x, rebuild=m.CallResponse)
 _FIELDS_BY_KIND = {fields.kind: fields for fields in _FIELDS.values()}
@@ -127,10 +129,11 @@ def encode(
     """
     body = body or _NO_BODY
     fields = _FIELDS[type(message)]
-    if not body.tensors and not body.forks and len(body.payload) <= PAYLOAD_IN_HEAD:
-        head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(body.payload), *fields.flatten(message))
-        return Outgoing(head + body.payload, [])
-    tensors, payload, flags = body.tensors, body.payload, 0
+    payload = body.payload
+    if not body.tensors and not body.forks and len(payload) <= PAYLOAD_IN_HEAD:
+        head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(payload), *fields.flatten(message))
+        return Outgoing(head + payload, [])
+    tensors, flags = body.tensors, 0
     if has_sparse(tensors):
         tensors, flags = split(tensors), HAS_SPARSE
     laid = lay_out(tensors, eager_limit, device_map)
@@ -168,6 +171,12 @@ class Incoming:
     _payload_nbytes: int
     _sizes: tuple[int, ...]
     _offset: int
+
+    def plain_payload(self) -> memoryview | None:
+        """Return the payload of a message that carries nothing else; None if it carries more."""
+        if self.num_forks or self._num_tensors or self._flags:
+            return None
+        return memoryview(self._head)[self._offset :]
 
     def forks(self) -> list[ForkDescriptor]:
         """Return the RRef handles in this message."""
@@ -249,8 +258,10 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
         if magic != MAGIC:
             raise _other_version(magic)
         at = _PREFIX.size
-        sizes = struct.unpack_from(f"<{num_storages}Q", head, at) if num_storages else ()
-        at += 8 * num_storages
+        sizes: tuple[int, ...] = ()
+        if num_storages:
+            sizes = struct.unpack_from(f"<{num_storages}Q", head, at)
+            at += 8 * num_storages
         fields = _FIELDS_BY_KIND[kind]
         message = fields.rebuild(*fields.layout.unpack_from(head, at))
     except KeyError:
