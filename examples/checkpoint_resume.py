@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import io
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ from mpirpc.optim import DistributedOptimizer
 
 NUM_STEPS = 20
 BATCH_SIZE = 64
+SEEDING = threading.Lock()
+"""Held while a layer draws its start values: two may be made on one worker at the same time."""
 
 
 @functools.cache
@@ -50,7 +54,7 @@ def load_images() -> tuple[Tensor, Tensor]:
 
 def make_layer(seed: int, inputs: int, outputs: int) -> nn.Module:
     """A layer whose start values depend on the seed alone; runs where the layer is to live."""
-    with torch.random.fork_rng():
+    with SEEDING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Linear(inputs, outputs)
 
@@ -84,6 +88,7 @@ class Training:
         self.order = torch.Generator().manual_seed(0)  # which images are in a batch
         torch.manual_seed(0)  # which features are dropped
         self.losses: list[float] = []
+        self.latest = self.snapshot()
 
     def step(self) -> None:
         """Train on one batch."""
@@ -100,6 +105,7 @@ class Training:
         """Train until so many steps are done in all."""
         while len(self.losses) < until:
             self.step()
+            self.latest = self.snapshot()
             if len(self.losses) % 5 == 0:
                 print(f"  step {len(self.losses)}: loss {self.losses[-1]:.4f}", flush=True)
 
@@ -125,21 +131,30 @@ class Training:
         self.order.set_state(state["order"])
         self.losses = state["losses"]
 
+    def snapshot(self) -> tuple[int, bytes]:
+        """Return how many steps are done, and the checkpoint of this moment, gathered on this rank."""
+        buffer = io.BytesIO()
+        torch.save(self.state_dict(), buffer)
+        return len(self.losses), buffer.getvalue()
+
     def save(self, path: Path) -> None:
-        """Write a checkpoint. Whoever reads ``path`` finds the old one or the new one, never a part."""
+        """Write the checkpoint of the last finished step; asks no other rank for anything.
+
+        Whoever reads ``path`` finds the old one or the new one, never a part.
+        """
+        num_steps, data = self.latest
         beside = path.with_name(path.name + ".part")
         with beside.open("wb") as file:
-            torch.save(self.state_dict(), file)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        print(
-            f"  step {len(self.losses)}: saved in {path.name}, {path.stat().st_size // 1024} KiB", flush=True
-        )
+        print(f"  step {num_steps}: saved in {path.name}, {len(data) // 1024} KiB", flush=True)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint."""
         self.load_state_dict(torch.load(path, weights_only=True))
+        self.latest = self.snapshot()
         print(f"  step {len(self.losses)}: resumed from {path.name}", flush=True)
 
 
@@ -164,10 +179,11 @@ def show(path: Path) -> int:
 
 
 def train(path: Path, resume: bool, stop_at: int) -> None:
-    """Train from the start or from a checkpoint; leave a checkpoint."""
+    """Train from the start or from a checkpoint; leave a checkpoint, also when told to end before."""
     training = Training()
     if resume:
         training.load(path)
+    rpc.on_terminate(lambda: training.save(path))
     training.run(stop_at)
     training.save(path)
 
@@ -210,4 +226,4 @@ def drive(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    rpc.run_main(lambda: sys.exit(main()))

@@ -10,12 +10,22 @@ THIS_CHECKOUT = {"PYTHONPATH": str(ROOT)}
 """A script's own folder comes first on the path, not the folder that the ranks start in."""
 
 EXAMPLES = [
+    ("batch_rpc.py", 2),
+    ("batch_rpc.py", 4),
     ("checkpoint_resume.py", 2),
     ("checkpoint_resume.py", 4),
+    ("ddp_rpc.py", 2),
+    ("ddp_rpc.py", 4),
     ("dist_autograd_simple.py", 2),
     ("dist_autograd_simple.py", 4),
     ("parameter_server.py", 2),
     ("parameter_server.py", 4),
+    ("pipeline.py", 3),
+    ("pipeline.py", 4),
+    ("reinforce.py", 2),
+    ("reinforce.py", 4),
+    ("rnn.py", 2),
+    ("rnn.py", 3),
 ]
 
 
@@ -44,10 +54,42 @@ def test_latency_ends_with_its_figures():
     assert re.fullmatch(form, finished.output.splitlines()[-1]), finished.output
 
 
-def test_parameter_server_alone_says_how_to_start_it():
-    finished = run_ranks(1, ["examples/parameter_server.py"], timeout=60, env=THIS_CHECKOUT)
+def started_by(name):
+    """The command that starts an example, as the text at its top gives it first, and its number of ranks."""
+    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    found = re.search(rf"^    (mpirun -n (\d) python examples/{name})", text, re.MULTILINE)
+    return found[1], found[2]
+
+
+def test_table_names_every_example_with_its_ranks_and_last_line():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "examples" / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| [")
+    ]
+    named = {name: (ranks.split()[0], last.strip("`")) for name, _, ranks, last in rows}
+    latency = named.pop("[latency.py](latency.py)")
+    assert latency[0] == started_by("latency.py")[1]
+    assert named == {
+        f"[{name}]({name})": (started_by(name)[1], promised_line(name))
+        for name in {name for name, _ in EXAMPLES}
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_rpc.py", "ddp_rpc.py", "parameter_server.py", "pipeline.py", "reinforce.py", "rnn.py"]
+)
+def test_too_few_ranks_are_told_how_to_start_it(name):
+    finished = run_ranks(1, [f"examples/{name}"], timeout=60, env=THIS_CHECKOUT)
     assert finished.rc == 2
-    assert "mpirun -n 3 python examples/parameter_server.py" in finished.output
+    assert started_by(name)[0] in finished.output
+
+
+def test_run_starts_an_example_too():
+    argv = ["-m", "mpirpc", "run", "examples/pipeline.py"]
+    finished = run_ranks(3, argv, timeout=120, env=THIS_CHECKOUT)
+    assert finished.rc == 0, finished.output
+    assert finished.output.splitlines()[-1] == promised_line("pipeline.py")
 
 
 def test_checkpoint_is_resumed_by_a_job_with_other_ranks(tmp_path):

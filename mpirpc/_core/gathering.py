@@ -16,7 +16,7 @@ import torch
 
 from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current
-from mpirpc.errors import LocalProtocolError, RpcError, RpcTimeoutError
+from mpirpc.errors import LocalProtocolError, RpcError, RpcTimeoutError, WorkerLostError
 from mpirpc.functions import async_execution
 
 
@@ -42,6 +42,7 @@ class Rounds:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # around what follows
         self._open: dict[RoundKey, _Round] = {}  # the first join() adds, the last one removes
+        self._lost: set[str] = set()  # workers that are gone; lose() adds
 
     def join(self, key: RoundKey, worker: str, obj: Any) -> torch.futures.Future[dict[str, Any]]:
         """Bring a worker's object; the future is done when all have come.
@@ -61,9 +62,22 @@ class Rounds:
                 del self._open[key]
             ends_it = is_complete and not found.is_over
             found.is_over = found.is_over or ends_it
+            gone = self._lost.difference(found.objects).intersection(key.workers)
         if ends_it:
             found.done.set_result(found.objects)
+        elif gone:
+            self.give_up(key, _lost(key, gone))
         return found.done
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone: give up the rounds that it has not come to, now and later."""
+        with self._lock:
+            self._lost.add(worker)
+            waiting = [
+                key for key, found in self._open.items() if worker in key.workers and worker not in found.objects
+            ]
+        for key in waiting:
+            self.give_up(key, _lost(key, {worker}))
 
     def give_up(self, key: RoundKey, error: BaseException) -> None:
         """Fail the round for those who have come and those who still will."""
@@ -127,7 +141,7 @@ class Gathering:
 
     def _timeout(self, key: RoundKey, timeout: float) -> RpcTimeoutError:
         return RpcTimeoutError(
-            f"{_describe(key)} timed out after {timeout:g} s",
+            f"RPC ran for more than set timeout ({timeout:g} s): {_describe(key)} timed out",
             "every one of these workers must call it, the same number of times",
             worker=str(self._calls.agent.me),
             timeout=timeout,
@@ -136,6 +150,13 @@ class Gathering:
 
 def _describe(key: RoundKey) -> str:
     return f"round {key.number} of {', '.join(key.workers)}"
+
+
+def _lost(key: RoundKey, gone: set[str]) -> WorkerLostError:
+    return WorkerLostError(
+        f"{_describe(key)} cannot be completed: {', '.join(map(repr, sorted(gone)))} left or died",
+        "name the workers that are left",
+    )
 
 
 def _give_up(key: tuple[tuple[str, ...], int], error: RpcError) -> None:

@@ -137,7 +137,7 @@ def _init_rpc(
         options.comm = MPI.COMM_WORLD.Create_group(group)
     with (
         name_words.said(
-            ConfigurationError, TypeError, _about_options(backend, options), "the MPI backend takes"
+            ConfigurationError, TypeError, _about_options(backend, options), "rpc_backend_options is a"
         ),
         name_words.said(
             ConfigurationError,

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -22,6 +23,7 @@ import mpirpc as rpc
 from mpirpc import autograd
 from mpirpc.errors import AutogradError
 from tests.mpi import autograd_programs as p
+from tests.mpi.autograd_operations import OPERATIONS, VIEWS, BackwardFails, as_real, change, fail, hook
 
 TOLERANCE = 1e-6
 SETTLE = 10.0
@@ -54,78 +56,6 @@ _making_leaves = threading.Lock()  # a cache alone may call its function twice
 @functools.cache
 def _make_leaves(rank: int, side: int) -> list[torch.Tensor]:
     return [make_leaf(rank, index, side) for index in range(p.NUM_LEAVES + 1)]
-
-
-def as_real(x: torch.Tensor) -> torch.Tensor:
-    return x.real + 2 * x.imag if x.is_complex() else x.double()
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.tanh() ** 3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * 3 * x.tanh() ** 2 * (1 - x.tanh() ** 2)
-
-
-def no_grad_operation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return a * 0.5 + b
-
-
-def packed_operation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """As checkpointing does: what backward needs is made again there."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach() / 2, lambda x: x * 2):
-        return (a.sin() * b).tanh()
-
-
-OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "add": torch.add,
-    "mul": lambda a, b: a * b.tanh(),
-    "sin": lambda a, b: a.sin() * b + a,
-    "tanh": lambda a, b: (a * b).tanh(),
-    "maximum": torch.maximum,
-    "matmul": lambda a, b: a.tanh() @ b / len(a),
-    "chunk": lambda a, b: torch.cat([a, b]).chunk(2)[1] * 0.7,
-    "softmax": lambda a, b: a.softmax(0) - b,
-    "relu": lambda a, b: a.relu(),
-    "custom": lambda a, b: Cube.apply(a) + b,
-    "packed": packed_operation,
-    "complex": torch.complex,
-    "mask": lambda a, b: (a > b).to(torch.int64),
-    "detach": lambda a, b: a.detach(),
-    "no_grad": no_grad_operation,
-    "fresh": lambda a, b: a * 1.0 + 0.5,
-}
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transpose": lambda a: a.t(),
-    "row": lambda a: a[:1].expand_as(a),
-    "column": lambda a: a.unbind(1)[0].expand_as(a),
-    "same": lambda a: a.reshape(-1).view_as(a),
-}
-
-
-def change(kind: str, a: torch.Tensor) -> None:
-    if a.dtype != torch.float64 or (a.is_leaf and a.requires_grad) or 0 in a.stride():
-        return
-    if kind == "mul":
-        a.mul_(1.5)
-    elif kind == "view":
-        a[0].add_(1.0)
-    elif kind == "add":
-        a.add_(a)
-    else:
-        a[0].zero_()
-
-
-def hook(gradient: torch.Tensor) -> torch.Tensor:
-    """Not linear: it must see the whole gradient, once."""
-    return gradient * gradient.abs().clamp(max=2) + gradient.sin()
 
 
 class Results:
@@ -163,6 +93,10 @@ class Rpc:
 
     def leaf(self, rank: int, index: int) -> torch.Tensor:
         return self.leaves[index]
+
+    def watch(self, made: torch.Tensor) -> None:
+        """Take the program's failing operation."""
+        made.register_hook(fail)
 
     def share(self, rank: int, results: Results) -> Any:
         return rpc.RRef(results)
@@ -208,6 +142,10 @@ class OneProcess:
             for rank in range(program.size)
             for index in range(p.NUM_LEAVES + 1)
         }
+        self.must_fail = False
+
+    def watch(self, made: torch.Tensor) -> None:
+        made.register_hook(lambda _: setattr(self, "must_fail", True))
 
     def leaf(self, rank: int, index: int) -> torch.Tensor:
         return self.leaves[rank, index]
@@ -272,14 +210,17 @@ class Frame:
         self, program: p.Program, number: int, items: Sequence[Any], network: Rpc | OneProcess
     ) -> None:
         self.block = program.blocks[number]
+        self.failing = program.failing[1] if program.failing and program.failing[0] == number else None
         self.network = network
         self.values = [item for item in items if isinstance(item, torch.Tensor)]
         self.rrefs = [item for item in items if not isinstance(item, torch.Tensor)]
         self.handles: list[Handle] = []
 
     def run(self) -> Results:
-        for step in self.block.steps:
+        for place, step in enumerate(self.block.steps):
             getattr(self, type(step).__name__.lower())(step)
+            if place == self.failing and self.values[-1].requires_grad and not self.values[-1].is_leaf:
+                self.network.watch(self.values[-1])
         return Results([self.values[index] for index in self.block.results])
 
     def leaf(self, step: p.Leaf) -> None:
@@ -352,16 +293,29 @@ def run_strand(name: Name, number: int) -> None:
     """Run a strand both ways and compare; called at its driver, by RPC at times.
 
     Raises:
-        AssertionError: A gradient differs.
+        AssertionError: A gradient differs, or a pass that must fail does not, or fails otherwise.
     """
     program = p.write_program(*name)
-    expected = gradients_of_one_process(program, program.strands[number])
+    expected, must_fail = gradients_of_one_process(program, program.strands[number])
+    if must_fail:
+        with pytest.raises((BackwardFails, AutogradError), match="this backward fails"):
+            gradients_over_rpc(program, number)
+    else:
+        compare(gradients_over_rpc(program, number), expected)
+
+
+def gradients_over_rpc(program: p.Program, number: int) -> list[list[torch.Tensor | None]]:
+    """Per rank and leaf: the gradient.
+
+    Raises:
+        BackwardFails: As the program has it.
+        AutogradError: The same, at another worker.
+    """
     with ThreadPoolExecutor() as others, autograd.context() as context_id:
         for phase in program.strands[number].phases:
             run_phase(program, phase, context_id, others)
         # by another thread: not part of the context, so its end must find all its workers by itself
-        found = others.submit(collect_all, program, context_id).result()
-    compare(found, expected)
+        return others.submit(collect_all, program, context_id).result()
 
 
 def run_phase(program: p.Program, phase: p.Phase, context_id: int, others: ThreadPoolExecutor) -> None:
@@ -390,8 +344,10 @@ def backward_there(rref: Any, context_id: int, retain_graph: bool) -> None:
         autograd.backward(context_id, roots, retain_graph=retain_graph)
 
 
-def gradients_of_one_process(program: p.Program, strand: p.Strand) -> list[list[torch.Tensor | None]]:
-    """Per rank and leaf: the gradient."""
+def gradients_of_one_process(
+    program: p.Program, strand: p.Strand
+) -> tuple[list[list[torch.Tensor | None]], bool]:
+    """Per rank and leaf: the gradient; and whether a pass gets to the operation that fails."""
     network = OneProcess(program)
     leaves = list(network.leaves.values())
     sums: list[torch.Tensor | None] = [None] * len(leaves)
@@ -408,7 +364,8 @@ def gradients_of_one_process(program: p.Program, strand: p.Strand) -> list[list[
                 sums = [add(a, b) for a, b in zip(sums, found, strict=True)]
     dense = [None if g is None else g.to_dense() for g in sums]
     count = p.NUM_LEAVES + 1
-    return [dense[rank * count : (rank + 1) * count] for rank in range(program.size)]
+    by_rank = [dense[rank * count : (rank + 1) * count] for rank in range(program.size)]
+    return by_rank, network.must_fail
 
 
 def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -166,6 +166,8 @@ class Program:
     side: int
     blocks: tuple[Block, ...]
     strands: tuple[Strand, ...]
+    failing: tuple[int, int] | None
+    """Block and place of an operation whose backward raises: in one of ten programs."""
 
 
 def options_of(seed: int) -> dict[str, int]:
@@ -193,7 +195,17 @@ class _ProgramWriter:
 
     def write(self) -> Program:
         strands = tuple(self._strand() for _ in range(self.rng.choice([1, 1, 1, 2, 3])))
-        return Program(self.seed, self.size, self.side, tuple(self.blocks), strands)
+        failing = self._failing() if self.seed % 10 == 9 else None
+        return Program(self.seed, self.size, self.side, tuple(self.blocks), strands, failing)
+
+    def _failing(self) -> tuple[int, int] | None:
+        places = [
+            (number, place)
+            for number, block in enumerate(self.blocks)
+            for place, step in enumerate(block.steps)
+            if isinstance(step, Operation)
+        ]
+        return self.rng.choice(places) if places else None
 
     def _strand(self) -> Strand:
         driver = 0 if self.rng.random() < 0.6 else self.rng.randrange(self.size)
