@@ -32,7 +32,7 @@ LAYERS = [
         "_core/interrupts",
         "_core/launcher",
     ],
-    ["_core/parameter_locks"],
+    ["_core/parameter_locks", "_core/autograd_checks"],
     [
         "_core/autograd_hooks",
         "_core/tensor_layout",
@@ -56,7 +56,7 @@ LAYERS = [
         "_core/progress",
         "_core/error_transfer",
     ],
-    ["_core/executor", "_core/autograd_pass"],
+    ["_core/flow", "_core/executor", "_core/autograd_pass"],
     ["_core/agent", "_core/autograd_engine"],
     ["_core/rref_store", "_core/future"],
     ["_core/call"],

@@ -74,7 +74,9 @@ class Rounds:
         with self._lock:
             self._lost.add(worker)
             waiting = [
-                key for key, found in self._open.items() if worker in key.workers and worker not in found.objects
+                key
+                for key, found in self._open.items()
+                if worker in key.workers and worker not in found.objects
             ]
         for key in waiting:
             self.give_up(key, _lost(key, {worker}))
