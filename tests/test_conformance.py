@@ -14,7 +14,9 @@ LIMIT = 60.0
 
 def test_quick_part(subtests, tmp_path):
     outcomes = {}
-    runner = Runner(LIMIT, True, lambda test, outcome: outcomes.update({test.name: outcome}), logs=tmp_path)
+    runner = Runner(
+        LIMIT, True, (), lambda test, outcome: outcomes.update({test.name: outcome}), logs=tmp_path
+    )
     runner.run(choose(SUITE, QUICK))
     for name, outcome in outcomes.items():
         with subtests.test(msg=name):

@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
             write_record(suite, updated(recorded, {n: o for n, o in outcomes.items() if suite[n].applies}))
 
     started = time.monotonic()
-    runner = Runner(args.timeout, not args.no_retry, note)
+    expected = [name for name, row in recorded.items() if row.status != "pass"]
+    runner = Runner(args.timeout, not args.no_retry, expected, note)
     print(f"{len(tests)} tests, logs in {runner.logs}", flush=True)
     runner.run(tests)
     report(suite, recorded, outcomes, runner, time.monotonic() - started)
