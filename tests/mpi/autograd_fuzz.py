@@ -361,6 +361,8 @@ def gradients_of_one_process(
                 roots = make_roots([frame.values[index] for index in one.values])
             if roots:
                 found = torch.autograd.grad(roots, leaves, retain_graph=True, allow_unused=True)
+                if program.failing:  # everything is run, also what leads to no leaf of ours
+                    torch.autograd.backward(roots, retain_graph=True)
                 sums = [add(a, b) for a, b in zip(sums, found, strict=True)]
     dense = [None if g is None else g.to_dense() for g in sums]
     count = p.NUM_LEAVES + 1
