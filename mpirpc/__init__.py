@@ -6,6 +6,7 @@ from mpirpc._core.future import Future
 from mpirpc.api import (
     all_gather,
     barrier,
+    broadcast,
     debug_info,
     get_worker_info,
     get_worker_infos,
@@ -40,6 +41,7 @@ __all__ = [
     "autograd",
     "backend_registry",
     "barrier",
+    "broadcast",
     "debug_info",
     "errors",
     "functions",

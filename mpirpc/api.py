@@ -7,14 +7,18 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 
-from mpirpc._core.agent import WorkerInfo
+from mpirpc._core.agent import Pending, WorkerInfo
+from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
 from mpirpc._core.future import FirstError, Future
+from mpirpc._core.messages import Body
 from mpirpc._core.mpi_faults import end_job
+from mpirpc._core.pickling import Call
 from mpirpc._core.runtime import Runtime
 from mpirpc._core.timing import deadline_after
 from mpirpc.backend_registry import BackendType, init_backend
@@ -27,6 +31,7 @@ __all__ = [
     "WorkerInfo",
     "all_gather",
     "barrier",
+    "broadcast",
     "debug_info",
     "get_worker_info",
     "get_worker_infos",
@@ -200,6 +205,44 @@ def rpc_async(
     calls = runtime.calls
     future: Future[Any] = calls.future_of(lambda done: calls.start_call(dest, call, limit, on_done=done))
     return future
+
+
+def broadcast(
+    to: Iterable[To],
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> list[Future[Any]]:
+    """Start the same call on several workers and return one future for each, in their order.
+
+    The call is pickled once, however many workers there are. See ``rpc_async``.
+
+    Args:
+        to: Names, ranks or WorkerInfos of the callees.
+        func: A function that they can import.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        timeout: Limit of each call in seconds; 0 means none; unset, the group's default.
+
+    Thread: any.   Progress: may block while too much is on its way to one of them.
+    """
+    runtime = get_current()
+    calls = runtime.calls
+    prepared = [_prepare(runtime, worker, func, args, kwargs, timeout) for worker in to]
+    if not prepared:
+        return []
+    call, limit = prepared[0][1:]
+    body = calls.body_for_several(call)
+    return [
+        calls.future_of(partial(_start, calls, dest, call, limit, body)) for dest in (p[0] for p in prepared)
+    ]
+
+
+def _start(
+    calls: Calls, dest: int, call: Call, limit: float, body: Body | None, done: Callable[[Pending], None]
+) -> Pending:
+    return calls.start_call(dest, call, limit, on_done=done, body=body)
 
 
 def remote(

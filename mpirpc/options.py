@@ -61,8 +61,9 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         eager_limit: Tensors up to this many bytes travel inside the first MPI message (MPIRPC_EAGER_LIMIT).
         chunk_nbytes: Larger tensors are cut into MPI messages of at most this size; MPI libraries before
             MPI-4 refuse more than 2**31 - 1 (MPIRPC_CHUNK_NBYTES).
-        max_unfinished_nbytes: How many bytes per callee may be on their way before a caller has to wait
-            (MPIRPC_MAX_UNFINISHED_NBYTES).
+        max_unfinished_nbytes: How many bytes per callee may be on their way, or in calls of ``rpc_async`` and
+            ``remote`` without an answer, before a caller has to wait (MPIRPC_MAX_UNFINISHED_NBYTES). A
+            function that runs as a call waits only for bytes on their way.
         spin_time: How long, in seconds, a waiting thread looks at the network without sleeping
             (MPIRPC_SPIN_TIME).
         idle_sleep: Longest sleep, in seconds, between two looks of an idle worker (MPIRPC_IDLE_SLEEP).

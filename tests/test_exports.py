@@ -19,6 +19,7 @@ EXPORTS = {
         "autograd",
         "backend_registry",
         "barrier",
+        "broadcast",
         "debug_info",
         "errors",
         "functions",

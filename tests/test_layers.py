@@ -33,7 +33,7 @@ LAYERS = [
         "_core/launcher",
         "_core/rank_launcher",
     ],
-    ["_core/parameter_locks"],
+    ["_core/parameter_locks", "_core/autograd_checks"],
     [
         "_core/autograd_hooks",
         "_core/tensor_layout",
@@ -58,7 +58,7 @@ LAYERS = [
         "_core/progress",
         "_core/error_transfer",
     ],
-    ["_core/executor", "_core/autograd_pass", "_core/transport_mpi"],
+    ["_core/flow", "_core/executor", "_core/autograd_pass", "_core/transport_mpi"],
     ["_core/agent", "_core/autograd_engine"],
     ["_core/rref_store", "_core/future", "_core/survivors"],
     ["_core/call"],

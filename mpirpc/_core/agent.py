@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
 from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
+from mpirpc._core.flow import Flow
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message
 from mpirpc._core.profiling import Span
 from mpirpc._core.progress import ProgressEngine, Waiter, make_parking
@@ -66,10 +67,12 @@ class Pending(Waiter):
         what: The function called; for messages.
         on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
         on_late: If set, called if the request ended without a response, and one comes after all.
+        counted: Bytes that :class:`Flow` has counted for it.
         span: If the call is profiled: where the time it takes is noted.
     """
 
     __slots__ = (
+        "counted",
         "deadline",
         "dest",
         "error",
@@ -94,25 +97,8 @@ class Pending(Waiter):
         self.error: BaseException | None = None
         self.on_done: Callable[[Pending], None] | None = None
         self.on_late: Callable[[], None] | None = None
+        self.counted = 0
         self.span: Span | None = None
-
-
-class _BelowLimit(Waiter):
-    """Done when few enough bytes are on their way to a worker, or it has left."""
-
-    __slots__ = ("_dest", "_left", "_limit", "_transport")
-
-    def __init__(self, transport: Transport, dest: int, limit: int, left: Container[int]) -> None:
-        self._transport, self._dest, self._limit, self._left = transport, dest, limit, left
-        super().__init__()
-
-    @property
-    def done(self) -> bool:
-        return self._dest in self._left or self._transport.unfinished_nbytes(self._dest) <= self._limit
-
-    @done.setter
-    def done(self, value: bool) -> None:
-        return
 
 
 Handler = Callable[[int, Incoming], None]
@@ -141,7 +127,6 @@ class Agent:
         self.options = options
         self._transport = transport
         self._eager_limit = options.eager_limit
-        self._max_unfinished_nbytes = options.max_unfinished_nbytes
         self.engine = ProgressEngine(transport, self._on_arrival, options.spin_time, options.idle_sleep)
         self.engine.on_alarm = self._expire
         self.engine.on_failure = self._fail_all
@@ -164,6 +149,7 @@ class Agent:
         self._closed_because = ""
         self.left: set[int] = set()  # workers that left without agreement; _on_leave() adds
         self.lost: set[int] = set()  # those of them that died; _on_death() adds
+        self._flow = Flow(transport, options.max_unfinished_nbytes, self.left)
         self.on_left: Callable[[int], None] = lambda rank: None
         # handles leave for a worker
         self.on_forks: Callable[[int, Sequence[ForkDescriptor]], None] = lambda dest, forks: None
@@ -239,7 +225,7 @@ class Agent:
     def request(self, message: Message, body: Body | None, pending: Pending) -> None:
         """Send a message whose response, error or timeout ends ``pending``.
 
-        Thread: any.   Progress: blocks while too many bytes are on their way to the callee.
+        Thread: any.   Progress: blocks while too much is under way to the callee, see ``flow.py``.
 
         The caller has made sure that the group is open (:meth:`check_open`).
 
@@ -248,10 +234,13 @@ class Agent:
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
-        if self._transport.unfinished_nbytes(pending.dest) > self._max_unfinished_nbytes:
-            limit = _BelowLimit(self._transport, pending.dest, self._max_unfinished_nbytes, self.left)
-            self.wait(limit, pending.deadline)
+        flow, dest, counts = self._flow, pending.dest, pending.on_done is not None
+        if flow.is_clogged(dest) or (counts and flow.is_full(dest)):
+            unanswered = counts and not self.executor.owns_this_thread()
+            self.wait(flow.below_limit(dest, unanswered), pending.deadline)
             self.check_open()
+        if counts:
+            pending.counted = flow.add(dest, outgoing.nbytes)
         outgoing.on_failed = lambda error: self._end(
             pending, self._lost(pending) if isinstance(error, WorkerLostError) else error
         )
@@ -377,8 +366,9 @@ class Agent:
         elif pending.error is None:
             self._overdue.pop(request_id, None)
 
-    @staticmethod
-    def _over(pending: Pending) -> None:
+    def _over(self, pending: Pending) -> None:
+        if pending.counted:
+            self._flow.remove(pending.dest, pending.counted)
         on_done, pending.on_done = pending.on_done, None  # it holds the future that holds this
         if on_done is not None:
             on_done(pending)

@@ -8,13 +8,13 @@ it all fits together: ``docs/design/autograd.md``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from mpirpc._core.autograd_checks import check_roots, check_types
 from mpirpc._core.autograd_context import COUNTER_BITS, AutogradContext, RecvRecord, SendRecord, Tombstones
 from mpirpc._core.autograd_gradients import decode_gradients
 from mpirpc._core.autograd_graph import connect, edge_of
@@ -289,9 +289,9 @@ class AutogradEngine:
             RpcTimeoutError: Not over at the deadline.
             BaseException: What failed at this worker, as it was raised.
         """
-        _check_types(context_id, roots)
+        check_types(context_id, roots)
         context = self.retrieve(context_id)
-        _check_roots(roots)
+        check_roots(roots)
         ones = [torch.ones_like(root) for root in roots]
         edges = [edge_of(root) for root in roots]
         with self._lock:
@@ -453,42 +453,3 @@ class AutogradEngine:
                 runner.fail(
                     AutogradError(f"context {context_id} was released during backward pass {runner.pass_id}")
                 )
-
-
-# --- checks of backward's arguments; the texts are torch's where it has one ---
-
-
-def _check_types(context_id: Any, roots: Any) -> None:
-    if not isinstance(context_id, int):
-        raise TypeError(
-            f"backward(): incompatible function arguments: context_id={context_id!r} is not an int"
-        )
-    if not isinstance(roots, (list, tuple)):
-        raise TypeError(
-            f"backward(): incompatible function arguments: roots={roots!r} is not a list of tensors"
-        )
-    for root in roots:
-        if not isinstance(root, torch.Tensor):
-            raise TypeError(
-                f"backward(): incompatible function arguments: {type(root).__name__} in roots is not a tensor"
-            )
-
-
-def _check_roots(roots: Sequence[torch.Tensor]) -> None:
-    if not roots:
-        raise AutogradError("No tensors provided for gradient computation.")
-    for position, root in enumerate(roots):
-        problem = next(_problems(root), "")
-        if problem:
-            raise AutogradError(f"roots[{position}] (shape {tuple(root.shape)}): {problem}")
-
-
-def _problems(root: torch.Tensor) -> Iterator[str]:
-    if not root.requires_grad:
-        yield "requires_grad not set on this root"
-    if root.numel() != 1:
-        yield "this root is not a scalar, all roots need to be scalar"
-    if root.grad_fn is None:
-        yield "this root does not have a valid gradient function: it is a leaf, nothing was computed"
-    if root.is_complex():
-        yield "gradients can be created only for real scalars"

@@ -28,6 +28,8 @@ from mpirpc._core.autograd_hooks import hook_test
 from mpirpc._core.autograd_protocol import Component
 from mpirpc.errors import AutogradError
 
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
 _ANCHOR = torch.empty(0, requires_grad=True)
 """Input of every recv function, so that its outputs require grad; never gets a gradient itself."""
 
@@ -157,6 +159,26 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         if end > reach:
             reach, reached_by = end, place
     return frozenset(found)
+
+
+def call_joined_to_graph(call: Call) -> Call:
+    """Return what to send of a call inside an autograd context; see :func:`joined_to_graph`."""
+    func, args, kwargs = call
+    return func, joined_to_graph(args), {name: joined_to_graph(x) for name, x in kwargs.items()}
+
+
+def joined_to_graph(value: Any) -> Any:
+    """Return what to send of ``value`` inside an autograd context.
+
+    A Parameter is pickled as a new leaf, which would cut the graph. As an argument or result, or directly in
+    a tuple or list of them, it is sent as the tensor it is; a module that is sent keeps its Parameters.
+    """
+    kind = type(value)
+    if kind is torch.nn.Parameter:
+        return value.as_subclass(torch.Tensor)
+    if kind in (tuple, list) and any(type(item) is torch.nn.Parameter for item in value):
+        return kind(map(joined_to_graph, value))
+    return value
 
 
 # --- exploring ---

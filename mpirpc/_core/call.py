@@ -21,13 +21,14 @@ from torch.autograd.profiler_util import FunctionEvent
 from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, Pending, name_of
 from mpirpc._core.autograd_engine import AutogradEngine
+from mpirpc._core.autograd_graph import call_joined_to_graph, joined_to_graph
 from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
 from mpirpc._core.profiling import Profiled, Recording, is_profiling, start_span
 from mpirpc._core.rref_store import OwnerValue, RRefStore
-from mpirpc._core.wire import Incoming
+from mpirpc._core.wire import PAYLOAD_IN_HEAD, Incoming
 from mpirpc.errors import InternalError, NotAFutureError
 from mpirpc.functions import is_async_execution
 
@@ -87,10 +88,12 @@ class Calls:
         fork_id: ForkId = NO_FORK,
         on_done: Callable[[Pending], None] | None = None,
         on_late: Callable[[], None] | None = None,
+        body: Body | None = None,
     ) -> Pending:
         """Send a call (function, args, kwargs) and return what waits for its response.
 
-        With ``rref_id`` the result stays at the callee as that RRef's value.
+        With ``rref_id`` the result stays at the callee as that RRef's value. ``body`` is what
+        :meth:`body_for_several` has made of the call.
 
         Thread: any.   Progress: may block while too much is on its way to ``dest``.
         Copies: small tensors once; larger ones must stay untouched until the response is here.
@@ -109,9 +112,8 @@ class Calls:
         context_id = self.autograd.current_context_id
         if context_id:
             context_id = self._context_of_request(dest)
-            func, args, kwargs = call
-            call = func, _joined_to_graph(args), {name: _joined_to_graph(x) for name, x in kwargs.items()}
-        body = dumps_call(call, self._hook)
+        if body is None:
+            body = dumps_call(call_joined_to_graph(call) if context_id else call, self._hook)
         message_id = 0
         try:
             if context_id:
@@ -122,6 +124,26 @@ class Calls:
             self._take_back(context_id, message_id, body)
             raise
         return pending
+
+    def body_for_several(self, call: Call) -> Body | None:
+        """Pickle a call that goes to several workers. None if each needs a body of its own.
+
+        RRefs are counted one by one, and a profiled call is another one for each callee.
+
+        Raises:
+            SerializationError: Something cannot be pickled.
+        """
+        if is_profiling():
+            return None
+        body = dumps_call(
+            call_joined_to_graph(call) if self.autograd.current_context_id else call, self._hook
+        )
+        if body.forks:
+            self._take_back(NO_CONTEXT, 0, body)
+            return None
+        if len(body.payload) > PAYLOAD_IN_HEAD:
+            body.payload = bytearray(body.payload)  # a frame as it is: no copy for each worker
+        return body
 
     def _profiled(self, call: Call, pending: Pending, mode: str) -> Call:
         """Begin the span of a call; return the call that makes its callee send back what it ran."""
@@ -356,7 +378,7 @@ class Calls:
         message_id, body = 0, Body()
         try:
             if context_id:
-                result = _joined_to_graph(result)
+                result = joined_to_graph(result)
             body = dumps_result(result if recording is None else recording.response(result), self._hook)
             message_id = self._attach_send(context_id, source, body) if context_id else 0
             self.agent.send(source, m.CallResponse(request_id, context_id, message_id), body)
@@ -475,17 +497,3 @@ class Calls:
             body, needs_grad = incoming.body()
             message_id = response.autograd_message_id
             self.autograd.attach_recv(response.context_id, source, message_id, body.tensors, needs_grad)
-
-
-def _joined_to_graph(value: Any) -> Any:
-    """Return what to send of ``value`` inside an autograd context.
-
-    A Parameter is pickled as a new leaf, which would cut the graph. As an argument or result, or directly in
-    a tuple or list of them, it is sent as the tensor it is; a module that is sent keeps its Parameters.
-    """
-    kind = type(value)
-    if kind is torch.nn.Parameter:
-        return value.as_subclass(torch.Tensor)
-    if kind in (tuple, list) and any(type(item) is torch.nn.Parameter for item in value):
-        return kind(map(_joined_to_graph, value))
-    return value

@@ -59,11 +59,14 @@ class ForkDescriptor:
     parent: int
 
 
+Payload = bytes | bytearray | memoryview
+
+
 @dataclass(slots=True)
 class Body:
     """The variable part of a message."""
 
-    payload: bytes | memoryview = b""
+    payload: Payload = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
     forks: list[ForkDescriptor] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mpirpc._core.messages import Body, ForkDescriptor
+from mpirpc._core.messages import Body, ForkDescriptor, Payload
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc.errors import SerializationError
 from mpirpc.functions import place_of_script
@@ -207,7 +207,7 @@ def _place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
     return len(tensors) - 1
 
 
-def _load_flat(payload: memoryview | bytes, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]) -> Any:
+def _load_flat(payload: Payload, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]) -> Any:
     name, plain, lifted, forked = marshal.loads(payload)
     if lifted or forked:
         plain = list(plain)
@@ -259,7 +259,7 @@ def _short(obj: object) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def loads(payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any] = ()) -> Any:
+def loads(payload: Payload, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any] = ()) -> Any:
     """Rebuild what :func:`dumps`, :func:`dumps_call` or :func:`dumps_result` made.
 
     Args:
@@ -380,9 +380,7 @@ if cloudpickle is not None:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, payload: bytes | memoryview, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]
-    ) -> None:
+    def __init__(self, payload: Payload, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(payload))
         self._lifted = {"_tensor": tensors.__getitem__, "_rref": rrefs.__getitem__}
 

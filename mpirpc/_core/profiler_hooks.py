@@ -1,6 +1,6 @@
 """Lets torch's profilers show calls: what ``profiling.py`` knows joins a profile when it is read.
 
-torch has no way to add events to a profile, so four of its Python functions are wrapped, once, when the first
+torch has no way to add events to a profile, so some of its Python functions are wrapped, once, when the first
 worker of a process starts. Each does what it did, and then adds to it; a profile without calls stays as it
 is.
 """
@@ -16,7 +16,15 @@ from typing import Any
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from mpirpc._core.profiling import REMOTE_OP, RemoteEvent, find_span, has_spans, merge, placed
+from mpirpc._core.profiling import (
+    REMOTE_OP,
+    RemoteEvent,
+    end_recording,
+    find_span,
+    has_spans,
+    merge,
+    placed,
+)
 
 _thread = threading.local()  # .profile: the legacy profile that this thread is ending
 
@@ -27,10 +35,24 @@ def install() -> None:
         return
     legacy: Any = profiler_legacy.profile
     legacy.__exit__ = _ending(legacy.__exit__)
+    legacy._start_trace = _beginning(legacy._start_trace)
     profiler_legacy._parse_legacy_records = _with_calls_legacy(profiler_legacy._parse_legacy_records)
     kineto: Any = profiler.profile
     kineto._parse_kineto_results = _with_calls(kineto._parse_kineto_results)
+    kineto._prepare_trace = _beginning(kineto._prepare_trace)
+    kineto._start_trace = _beginning(kineto._start_trace)
     kineto.export_chrome_trace = _exporting(kineto.export_chrome_trace)
+
+
+def _beginning(real: Any) -> Any:
+    """A profile begins: if this thread runs a call that is being recorded, the recording ends here."""
+
+    @functools.wraps(real)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end_recording()
+        return real(self, *args, **kwargs)
+
+    return begin
 
 
 def _ending(real: Any) -> Any:

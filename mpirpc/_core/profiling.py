@@ -165,16 +165,20 @@ class Recording:
         self._node_id = node_id
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``func`` and record what it runs on this thread; nothing, if the thread is profiled already."""
+        """Run ``func`` and record what it runs on this thread; nothing, if the thread is profiled already.
+
+        If ``func`` begins a profile of its own, the recording ends there.
+        """
         if is_profiling():
             return func(*args, **kwargs)
         _enable_profiler_legacy(
             ProfilerConfig(ProfilerState.CPU, True, True, False, False, False, _ExperimentalConfig())
         )
+        _thread.recording = self
         try:
             return func(*args, **kwargs)
         finally:
-            self.events = _parse(_disable_profiler_legacy())
+            end_recording()
 
     def response(self, result: Any) -> tuple[Any, list[RemoteEvent]]:
         """Return what to answer: the result, and the events so far, those of nested calls among them."""
@@ -192,6 +196,22 @@ class Recording:
             event.cpu_memory_usage,
             event.device_memory_usage,
         )
+
+
+def end_recording() -> None:
+    """End the recording of this thread, if there is one: torch has room for one profile."""
+    recording, _thread.recording = _thread.recording, None
+    if recording is not None:
+        recording.events = _parse(_disable_profiler_legacy())
+
+
+class _OfThread(threading.local):
+    """The recording that a thread is in."""
+
+    recording: Recording | None = None
+
+
+_thread = _OfThread()
 
 
 def merge(events: Iterable[FunctionEvent], with_shapes: bool, with_memory: bool) -> list[FunctionEvent]:

@@ -24,7 +24,7 @@ import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.devices import DeviceMap
-from mpirpc._core.messages import Body, ForkDescriptor, ForkId, Message, RRefId
+from mpirpc._core.messages import Body, ForkDescriptor, ForkId, Message, Payload, RRefId
 from mpirpc._core.sparse_layout import has_sparse, join, split
 from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, rebuild
 from mpirpc._core.transport import Outgoing
@@ -147,12 +147,13 @@ def encode(
         tensors, flags = split(tensors), HAS_SPARSE
     laid = lay_out(tensors, eager_limit, device_map)
     if len(payload) > PAYLOAD_IN_HEAD:
-        laid.frames.append(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        frame = payload if isinstance(payload, bytearray) else bytearray(payload)
+        laid.frames.append(torch.frombuffer(frame, dtype=torch.uint8))
         laid.sizes.append(len(payload) | FRAME_BIT)
         payload, flags = b"", flags | PAYLOAD_IS_FRAME
     sizes = laid.sizes
     prefix = _PREFIX.pack(MAGIC, fields.kind, flags, len(sizes), len(body.forks), len(tensors), len(payload))
-    parts: list[bytes | memoryview] = [prefix]
+    parts: list[Payload] = [prefix]
     if sizes:
         parts.append(struct.pack(f"<{len(sizes)}Q", *sizes))
     parts.append(fields.layout.pack(*fields.flatten(message)))

@@ -136,3 +136,20 @@ def test_calls_leave_nothing_behind(rpc_world):
     info = rpc.debug_info()
     assert (info["owned_rrefs"], info["used_rrefs"], info["forks"], info["autograd_contexts"]) == (0, 0, 0, 0)
     assert info["pending_calls"] == 0
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.patience(CALLS / 500 + 60)
+@pytest.mark.rpc_options(max_unfinished_nbytes=1 << 20)
+def test_calls_without_waiting_keep_memory_bounded(rpc_world):
+    """As many calls of 10 KiB as the machine can make: what has no answer is bounded on both sides."""
+    if rpc_world.rank == 0:
+        payload = bytes(10 * 1024)
+        before = [resident_nbytes(), rpc.rpc_sync("worker1", resident_nbytes)]
+        futures = deque(maxlen=1000)  # those before have an answer: at most 100 have none
+        for _ in range(CALLS // 3):
+            futures.append(rpc.rpc_async("worker1", len, args=(payload,)))
+        assert {future.wait() for future in futures} == {len(payload)}
+        after = [resident_nbytes(), rpc.rpc_sync("worker1", resident_nbytes)]
+        assert all(now - then < 32 << 20 for now, then in zip(after, before, strict=True))
+    rpc_world.barrier()

@@ -184,6 +184,20 @@ def test_autograd_pass_shows(cluster):
     assert all(whole.time_range.start <= event.time_range.start for event in events if "Rpc" in event.name)
 
 
+def add_in_a_profile(make):
+    with make() as profile:
+        torch.ones(2) + 1
+    return [event.name for event in events_of(profile)]
+
+
+@pytest.mark.parametrize(("make", "inner"), [(legacy, legacy), (legacy, kineto), (kineto, legacy)])
+def test_function_that_profiles_itself_is_not_disturbed(cluster, make, inner):
+    """torch has room for one profile in a thread (of kineto, in a process): the function's own wins."""
+    with make() as profile:
+        assert "aten::add" in rpc.rpc_sync("worker1", add_in_a_profile, args=(inner,))
+    find(events_of(profile), "rpc_sync#add_in_a_profile(worker0 -> worker1)")
+
+
 def test_nobody_else_is_profiled(cluster):
     """Only the call itself is: the thread that ran it is free afterwards."""
     with legacy():
