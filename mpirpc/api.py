@@ -196,7 +196,8 @@ def rpc_async(
 
     Small tensors are copied before this returns; tensors above ``eager_limit`` must not be changed until the
     future is done. See ``rpc_sync`` for arguments and errors; those of the call itself are raised by the
-    future.
+    future. A callee that holds calls back until more have come must be given few enough bytes, or a larger
+    ``max_unfinished_nbytes``; a call that is held up longer than its limit raises ``RpcTimeoutError`` here.
 
     Thread: any.   Progress: may block while ``max_unfinished_nbytes`` are on their way to ``to``.
     """
@@ -298,7 +299,7 @@ def wait_all() -> Iterator[None]:
                 mpirpc.rpc_async(worker, update)
     """
     runtime = get_current()
-    errors = []
+    failed = []
     with runtime.calls.collected_futures() as futures:
         try:
             yield
@@ -306,10 +307,10 @@ def wait_all() -> Iterator[None]:
             for future in futures:
                 try:
                     future.wait()
-                except Exception as error:
-                    errors.append(error)
-    if errors:
-        raise errors[0]
+                except Exception:
+                    failed.append(future)
+    if failed:
+        failed[0].wait()  # raises, with frames of its own
 
 
 @overload
@@ -334,6 +335,8 @@ def wait(futures: Any, timeout: float = 0) -> Any:
     """
     agent = get_current().agent
     limit = check_timeout(timeout, 0)
+    if isinstance(futures, Future):
+        return futures.wait(limit)
     single = isinstance(futures, torch._C.Future)
     several = [futures] if single else list(futures)
     goal = FirstError(several)
@@ -344,8 +347,8 @@ def wait(futures: Any, timeout: float = 0) -> Any:
             "the calls go on: wait again, or give them a timeout of their own",
             timeout=limit,
         )
-    if goal.error is not None:
-        raise goal.error
+    if goal.failed is not None:
+        goal.failed.wait()  # raises
     return futures.wait() if single else [future.wait() for future in several]
 
 

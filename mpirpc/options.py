@@ -133,8 +133,19 @@ class MPIRpcBackendOptions(RpcBackendOptions):
         return f"MPIRpcBackendOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
+PICKLED_BY_ITSELF = frozenset(
+    [bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, type, type(None)]
+)
+"""Types for which pickle has a way of its own, before it looks for others."""
+
+
 def _reducers(given: Mapping[type, Any]) -> dict[type, Callable[[Any], tuple[Any, ...]]]:
     for kind, reducer in given.items():
+        if kind in PICKLED_BY_ITSELF:
+            raise ConfigurationError(
+                f"reducers={{{kind.__name__}: ...}} has no effect: pickle asks nobody how to write it",
+                "give a reducer for a class of your own",
+            )
         if not (isinstance(kind, type) and callable(reducer)):
             raise ConfigurationError(
                 f"reducers={{{kind!r}: {reducer!r}}} is no function of a type",

@@ -31,7 +31,8 @@ class profile_served_calls:
     Blocks may overlap, and may be opened and closed by a call, so a client can look into its server.
 
     Attributes:
-        calls: After the block: one list of events for each call that ended in it, in order of time.
+        calls: One list of events, in order of time, for each call whose function began in the block and has
+            ended.
 
     Raises:
         NotInitializedError: On entering: RPC does not run.
@@ -59,10 +60,12 @@ class profile_served_calls:
         self._observers.remove(self._note)
 
     def _note(self, events: list[FunctionEvent]) -> None:
-        self.calls.append(events)
+        call: Any = EventList(events)  # type: ignore[no-untyped-call]
+        call._build_tree()  # each call by itself: their times begin at 0
+        self.calls.append(call)
 
     def key_averages(self, group_by_input_shape: bool = False) -> Any:
         """Return all events grouped by operator, as torch's profilers do."""
         events: Any = EventList([event for call in self.calls for event in call])  # type: ignore[no-untyped-call]
-        events._build_tree()
+        events._tree_built = True  # of each call
         return events.key_averages(group_by_input_shape)

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
@@ -231,13 +232,15 @@ class Agent:
 
         Raises:
             NotInitializedError: The group was shut down meanwhile.
+            RpcTimeoutError: The deadline passed before anything was sent.
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
         outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
         flow, dest, counts = self._flow, pending.dest, pending.on_done is not None
         if flow.is_clogged(dest) or (counts and flow.is_full(dest)):
             unanswered = counts and not self.executor.owns_this_thread()
-            self.wait(flow.below_limit(dest, unanswered), pending.deadline)
+            if not self.wait(flow.below_limit(dest, unanswered), pending.deadline):
+                raise self._timeout(pending)
             self.check_open()
         if counts:
             pending.counted = flow.add(dest, outgoing.nbytes)
@@ -358,16 +361,25 @@ class Agent:
     def _end(self, pending: Pending, error: BaseException) -> None:
         """End a request without a response, unless it is over already."""
         request_id = pending.request_id
-        if pending.on_late is not None and pending.error is None:
-            self._overdue[request_id] = pending.on_late  # before the pop: a response may come in between
+        # after a timeout the call still runs, or waits, at the callee
+        stays_counted = pending.counted > 0 and isinstance(error, RpcTimeoutError)
+        if (stays_counted or pending.on_late is not None) and pending.error is None:
+            # before the pop: a response may come in between
+            self._overdue[request_id] = partial(self._came_late, pending, stays_counted)
         if self._pending.pop(request_id, None) is not None:
             pending.error = error
-            self._over(pending)
+            self._over(pending, stays_counted)
         elif pending.error is None:
             self._overdue.pop(request_id, None)
 
-    def _over(self, pending: Pending) -> None:
-        if pending.counted:
+    def _came_late(self, pending: Pending, was_counted: bool) -> None:
+        if was_counted:
+            self._flow.remove(pending.dest, pending.counted)
+        if pending.on_late is not None:
+            pending.on_late()
+
+    def _over(self, pending: Pending, stays_counted: bool = False) -> None:
+        if pending.counted and not stays_counted:
             self._flow.remove(pending.dest, pending.counted)
         on_done, pending.on_done = pending.on_done, None  # it holds the future that holds this
         if on_done is not None:

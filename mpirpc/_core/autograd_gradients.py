@@ -31,7 +31,7 @@ def encode_gradients(gradients: Sequence[torch.Tensor | None]) -> Body:
             kinds.append(_NONE)
         elif gradient.layout is torch.sparse_coo:
             kinds.append(_COALESCED if gradient.is_coalesced() else _SPARSE)
-            tensors += [gradient._indices(), gradient._values(), torch.tensor(gradient.shape)]
+            tensors += [gradient._indices(), gradient._values(), torch.tensor(gradient.shape, device="cpu")]
         else:
             kinds.append(_DENSE)
             dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
@@ -66,7 +66,9 @@ def decode_gradients(source: int, body: Body) -> list[torch.Tensor | None]:
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, size: torch.Tensor, coalesced: bool) -> torch.Tensor:
     shape = size.tolist()
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=False
+    )
 
 
 def storage_key(gradient: torch.Tensor) -> int:
@@ -95,7 +97,7 @@ def accumulate(
     for (leaf, gradient), key in zip(pairs, keys, strict=True):
         known = gradients.get(leaf)
         if known is not None:
-            gradients[leaf] = _add(known, gradient)
+            gradients[leaf] = add(known, gradient)
         elif key in taken or uses[key] > 1 or not _fits(leaf, gradient):
             gradients[leaf] = _copy(gradient)
         else:
@@ -103,7 +105,7 @@ def accumulate(
             taken.add(key)
 
 
-def _add(known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def add(known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Sum in new memory: the old one may be in the user's hands. Dense + sparse is the order torch can do."""
     if known.layout is not torch.strided and gradient.layout is torch.strided:
         return gradient + known

@@ -8,6 +8,7 @@ mean over its ranks) is the gradient.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,8 +44,8 @@ def _nothing(*_gradients: Any) -> None:
     """Take the place of a hook."""
 
 
-def run_hooks(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Accumulate these gradients of leaves as ``backward`` would; return what ``.grad`` is then.
+def run_hooks(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Accumulate these gradients of leaves as ``backward`` would; return what ``.grad`` is then, if anything.
 
     ``.grad`` is afterwards what it was before. User code runs here; DDP waits for its other ranks.
 
@@ -74,21 +75,46 @@ def _without_grad(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
+class _OfThread(threading.local):
+    """Whether this thread is in :func:`run_hooks`."""
+
+    skips_tensor_hooks = False
+
+
+_thread = _OfThread()
+
+
+class _TensorHook:
+    """A leaf's tensor hook that stays out of :func:`run_hooks`: it has seen these gradients already.
+
+    It takes the hook's place in the leaf's table for good, so that passes of other threads see the same hooks
+    at any time, and a handle removes it as ever.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        return None if _thread.skips_tensor_hooks else self._hook(gradient)
+
+
 @contextmanager
 def _without_tensor_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """They have seen these gradients already."""
-    tables: list[Any] = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    hooks = [dict(table) for table in tables]
+    for leaf in leaves:
+        table: Any = leaf._backward_hooks
+        for key, hook in list(table.items()) if table else ():
+            if type(hook) is not _TensorHook:
+                table[key] = _TensorHook(hook)
+    _thread.skips_tensor_hooks = True
     try:
-        for table in tables:
-            table.clear()
         yield
     finally:
-        for table, entries in zip(tables, hooks, strict=True):
-            table.update(entries)
+        _thread.skips_tensor_hooks = False
 
 
-def _own(grad: Any) -> torch.Tensor:
+def _own(grad: Any) -> torch.Tensor | None:
+    if grad is None:  # a hook has used it up, as an optimizer that steps in backward does
+        return None
     if grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.nbytes:
         grad = grad.clone()
     own: torch.Tensor = grad.detach()

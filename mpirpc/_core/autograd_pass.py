@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from mpirpc._core.autograd_context import AutogradContext
-from mpirpc._core.autograd_gradients import accumulate, encode_gradients, storage_key
+from mpirpc._core.autograd_gradients import accumulate, add, encode_gradients, storage_key
 from mpirpc._core.autograd_graph import LocalGraph, explore, leaf_of, run
 from mpirpc._core.autograd_hooks import run_hooks
 from mpirpc._core.autograd_protocol import (
@@ -298,7 +298,7 @@ class PassRunner:
             for edge, gradient in pairs:
                 if edge.node in hooked:
                     known = self._unhooked.get(edge)
-                    self._unhooked[edge] = gradient if known is None else known + gradient
+                    self._unhooked[edge] = gradient if known is None else add(known, gradient)
             plain = [(leaf_of(edge), g) for edge, g in pairs if edge.node not in hooked]
             accumulate(context.gradients, plain, self._taken)
 
@@ -311,7 +311,8 @@ class PassRunner:
         if edges:
             found = run_hooks(edges, gradients)
             with context.gradients_lock:
-                accumulate(context.gradients, zip(map(leaf_of, edges), found, strict=True), self._taken)
+                pairs = [(leaf_of(edge), g) for edge, g in zip(edges, found, strict=True) if g is not None]
+                accumulate(context.gradients, pairs, self._taken)
         with self._lock:
             if self._protocol is None or self.error is not None:
                 return []

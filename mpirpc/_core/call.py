@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
-from mpirpc._core.profiling import Profiled, Recording, is_profiling, start_span
+from mpirpc._core.profiling import Profiled, Recording, is_profiling, merge, start_span
 from mpirpc._core.rref_store import OwnerValue, RRefStore
 from mpirpc._core.wire import PAYLOAD_IN_HEAD, Incoming
 from mpirpc.errors import InternalError, NotAFutureError
@@ -155,9 +156,10 @@ class Calls:
         if mode == "remote" and on_done is not None:  # nobody opens the response: it is empty but for this
 
             def end_span(pending: Pending) -> None:
+                response: Any = (None, [])
                 if pending.incoming is not None and isinstance(pending.incoming.message, m.CallResponse):
-                    body, _ = pending.incoming.body()
-                    span.end(loads(body.payload, body.tensors, []))
+                    response = loads(pending.incoming.body()[0].payload, [])
+                span.end(response)
                 on_done(pending)
 
             pending.on_done = end_span
@@ -180,8 +182,6 @@ class Calls:
         return context_id if context_id and self.autograd.note_request(context_id, dest) else NO_CONTEXT
 
     def _attach_send(self, context_id: int, dest: int, body: Body) -> int:
-        if not context_id:
-            return 0
         self.autograd.note_request(context_id, dest)
         return self.autograd.attach_send(context_id, dest, body.tensors) if body.tensors else 0
 
@@ -319,7 +319,7 @@ class Calls:
             return recording.run(func, args, kwargs)
         finally:
             for note in observers:
-                note(recording.events)
+                note(merge(map(copy, recording.events), True, True))
 
     @staticmethod
     def _respond_later(func: Any, result: Any, respond: Respond) -> None:

@@ -155,12 +155,12 @@ class FirstError(Waiter):
     """Done when all of some futures are done, or one of them has failed.
 
     Attributes:
-        error: The exception of that one.
+        failed: That one.
     """
 
     def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         super().__init__()
-        self.error: BaseException | None = None
+        self.failed: torch.futures.Future[Any] | None = None
         self._missing = len(futures)
         self._lock = threading.Lock()  # around _missing
         for future in futures:  # torch's own way: no hand-over to an executor thread for so little
@@ -171,10 +171,10 @@ class FirstError(Waiter):
     def _note(self, future: torch.futures.Future[Any]) -> None:
         try:
             future.value()
-        except BaseException as error:
-            if self.error is None:
-                self.error = error
+        except BaseException:
+            if self.failed is None:
+                self.failed = future
         with self._lock:
             self._missing -= 1
-        if self.error is not None or not self._missing:
+        if self.failed is not None or not self._missing:
             self.set()

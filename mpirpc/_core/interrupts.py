@@ -93,7 +93,8 @@ def _try_again() -> None:
     while is_noted:
         time.sleep(AGAIN)
         if is_noted:
-            _thread.interrupt_main()
+            # not interrupt_main(): it would wait for the end of a sleep or a read
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _is_inside(frame: FrameType | None) -> bool:

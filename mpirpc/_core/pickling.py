@@ -158,6 +158,8 @@ def _find(name: _Name) -> Any:
 
 def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -> Body | None:
     """Write a simple call, or a simple result (no name); None if it is not simple."""
+    if hook is not None and hook.reducers and any(type(value) in hook.reducers for value in args):
+        return None
     tensors: list[torch.Tensor] = []
     plain: list[Any] = []
     lifted: list[int] = []  # places of tensors

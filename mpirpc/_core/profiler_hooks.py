@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +26,8 @@ from mpirpc._core.profiling import (
     merge,
     placed,
 )
+
+log = logging.getLogger("mpirpc.profiler")
 
 _thread = threading.local()  # .profile: the legacy profile that this thread is ending
 
@@ -99,13 +102,20 @@ def _exporting(real: Any) -> Any:
 
 def _rewrite_trace(path: str) -> None:
     """Put calls and what their callees ran into a trace that kineto has written."""
-    with open(path) as file:
-        trace = json.load(file)
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    if '"rpc_' not in text:
+        return
+    try:
+        trace = json.loads(text)
+    except ValueError:  # the profiler's own affair
+        log.warning("a trace that is no JSON: calls are not put into it: path=%s", path)
+        return
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if events is None:  # not kineto's: written from events that have the calls already
         return
     trace["traceEvents"] = [new for event in events for new in _trace_events(event)]
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(trace, file)
 
 

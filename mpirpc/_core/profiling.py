@@ -25,13 +25,14 @@ from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler import record_function
-from torch.autograd.profiler_util import FunctionEvent
+from torch.autograd.profiler_util import FunctionEvent, Interval
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Say whether this thread is being profiled. 0.2 us."""
 
 _parse: Any = profiler_legacy._parse_legacy_records
 _Event: Any = FunctionEvent
+_Interval: Any = Interval
 
 REMOTE_OP = "#remote_op: "
 """Between the name of a call and the name of what its callee ran."""
@@ -91,7 +92,7 @@ class Span:
 
 
 class _Spans:
-    """Spans by the number in their mark, until the profile with the mark is read."""
+    """Spans by the number in their mark: a profile may be read at any time later, and more than once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -225,7 +226,8 @@ def merge(events: Iterable[FunctionEvent], with_shapes: bool, with_memory: bool)
         event.name = event.trace_name = span.key
         event.node_id = span.node_id
         event.is_async = span.is_async
-        event.time_range.end = max(event.time_range.end, event.time_range.start + span.elapsed_us)
+        start = event.time_range.start
+        event.time_range = _Interval(start, max(event.time_range.end, start + span.elapsed_us))
         for remote in placed(span, event.time_range.start):
             merged.append(_unpacked(remote, with_shapes, with_memory))
     merged.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
@@ -257,6 +259,7 @@ def _unpacked(event: RemoteEvent, with_shapes: bool, with_memory: bool) -> Funct
         input_shapes=event.shapes if with_shapes else [],
         cpu_memory_usage=event.cpu_memory if with_memory else 0,
         device_memory_usage=event.device_memory if with_memory else 0,
+        stack=[],
         is_async=event.is_async,
         is_remote=True,
         node_id=event.node_id,

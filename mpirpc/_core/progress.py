@@ -128,9 +128,11 @@ class ProgressEngine:
         """
         if not self._outbox and self._lock.acquire(False):
             try:
-                self._post(dest, message)
+                accepted = self._post(dest, message)
             finally:
                 self._lock.release()
+            if not accepted:
+                self.on_works()
         else:
             self._outbox.append((dest, message))
         if self._outbox:
@@ -163,12 +165,15 @@ class ProgressEngine:
                 return
             self._post(dest, message)
 
-    def _post(self, dest: int, message: Outgoing) -> None:
+    def _post(self, dest: int, message: Outgoing) -> bool:
+        """Send; say whether the transport took it. The lock is held."""
         try:
             self.transport.post_send(dest, message)
         except Exception as error:
             if message.on_failed is not None:
                 self.urgent.append(partial(message.on_failed, error))
+            return False
+        return True
 
     # --- polling ---
 

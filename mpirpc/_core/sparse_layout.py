@@ -38,7 +38,7 @@ def split(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts += [plain._indices(), plain._values()]
         kind = _SPARSE | (_COALESCED if tensor.is_coalesced() else 0)
         recipe += [kind | (_NEEDS_GRAD if tensor.requires_grad else 0), tensor.dim(), *tensor.shape]
-    return [*parts, torch.tensor(recipe, dtype=torch.int64)]
+    return [*parts, torch.tensor(recipe, dtype=torch.int64, device="cpu")]
 
 
 def join(parts: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[list[torch.Tensor], list[bool]]:
@@ -56,8 +56,14 @@ def join(parts: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[lis
             part, needs = next(dense)
             if kind:
                 shape = [next(recipe) for _ in range(next(recipe))]
+                values, _ = next(dense)
                 part = torch.sparse_coo_tensor(
-                    part, next(dense)[0], shape, is_coalesced=bool(kind & _COALESCED), check_invariants=False
+                    part,
+                    values,
+                    shape,
+                    device=values.device,
+                    is_coalesced=bool(kind & _COALESCED),
+                    check_invariants=False,
                 )
                 needs = bool(kind & _NEEDS_GRAD)
             tensors.append(part)

@@ -134,7 +134,9 @@ def _add_storage(laid: Laid, address: int, nbytes: int, tensor: torch.Tensor, ea
         laid.sizes.append(nbytes)
         return
     memory = tensor.untyped_storage()
-    frame = torch.empty(0, dtype=torch.uint8).set_(memory, address - memory.data_ptr(), (nbytes,), (1,))
+    frame = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        memory, address - memory.data_ptr(), (nbytes,), (1,)
+    )
     laid.frames.append(frame)
     laid.sizes.append(nbytes | FRAME_BIT)
 
@@ -293,7 +295,7 @@ class _Storages:
             at, nbytes = memory
             if math.prod(numbers) * dtype.itemsize != nbytes:  # before any memory is taken
                 raise RemoteProtocolError(f"a {dtype} tensor of shape {numbers} came with {nbytes} bytes")
-            tensor = torch.empty(numbers, dtype=dtype)
+            tensor = torch.empty(numbers, dtype=dtype, device="cpu")
             ctypes.memmove(tensor.data_ptr(), self._address + at, nbytes)
         else:
             shape = numbers[:ndim]
@@ -303,14 +305,14 @@ class _Storages:
             end = (last + 1) * dtype.itemsize
             if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
                 raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
-            tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+            tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
         return tensor if device == HOST else tensor.to(device_from_code(device))
 
     def _materialize(self, index: int) -> torch.Tensor:
         memory = self._memory[index]
         if isinstance(memory, tuple):
             at, nbytes = memory
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             ctypes.memmove(memory.data_ptr(), self._address + at, nbytes)
             self._memory[index] = memory
         return memory

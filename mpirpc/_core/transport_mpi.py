@@ -340,7 +340,7 @@ class MPITransport:
         if requests is None:
             requests = incoming.frame_requests = deque()
             for nbytes in _frame_sizes(incoming.head):
-                frame = torch.empty(nbytes, dtype=torch.uint8)
+                frame = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 incoming.frames.append(frame)
                 for at, size in self._chunks(nbytes):
                     into = MPI.buffer.fromaddress(frame.data_ptr() + at, size)

@@ -148,3 +148,67 @@ def test_hook_that_raises_fails_the_pass(cluster):
     with autograd.context() as context_id:
         autograd.backward(context_id, [loss_of(a)])
         assert autograd.get_gradients(context_id)[a].item() == 3.0
+
+
+def test_optimizer_that_steps_in_a_hook(cluster):
+    """The hook uses the gradient up: there is none to put into the context."""
+    a, b = leaf(1.0), leaf(1.0)
+    optimizer = torch.optim.SGD([a], lr=0.1)
+
+    def step(_):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    a.register_post_accumulate_grad_hook(step)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a) + loss_of(b)])
+        found = autograd.get_gradients(context_id)
+        assert set(found) == {b}
+    assert a.item() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+def test_sparse_and_dense_gradients_of_one_leaf(cluster, dense_first):
+    weight = torch.ones(3, 2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda t: None)
+    with autograd.context() as context_id:
+        rows = torch.nn.functional.embedding(torch.tensor([0, 0]), weight, sparse=True)
+        parts = [
+            rpc.rpc_sync("worker1", torch.mul, args=(weight * 1, 2.0)).sum(),
+            rpc.rpc_sync("worker1", torch.mul, args=(rows, 1.0)).sum(),
+        ]
+        first, second = parts if dense_first else parts[::-1]
+        autograd.backward(context_id, [first, second])
+        assert autograd.get_gradients(context_id)[weight].to_dense().tolist() == [[4, 4], [2, 2], [2, 2]]
+
+
+def test_tensor_hooks_of_other_passes_run_meanwhile(cluster):
+    """One pass is in a hook of the leaf; another one goes through it, and its tensor hook runs."""
+    a = leaf(1.0)
+    a.register_hook(lambda grad: grad * 10)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def post(_):
+        if not inside.is_set():
+            inside.set()
+            go_on.wait(LIMIT)
+
+    a.register_post_accumulate_grad_hook(post)
+    found = {}
+
+    def train(name):
+        with cluster.on(0), autograd.context() as context_id:
+            autograd.backward(context_id, [(a * 1.0).sum()])
+            found[name] = autograd.get_gradients(context_id)[a].item()
+
+    first = threading.Thread(target=train, args=("first",))
+    first.start()
+    assert inside.wait(LIMIT)
+    second = threading.Thread(target=train, args=("second",))
+    second.start()
+    while not cluster.runtimes[0].autograd.stats().passes >= 2:
+        assert second.is_alive()
+    go_on.set()
+    first.join(LIMIT)
+    second.join(LIMIT)
+    assert found == {"first": 10.0, "second": 10.0}

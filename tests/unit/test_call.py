@@ -224,3 +224,13 @@ def test_early_dropped_remote_calls_to_oneself_leave_no_value_behind():
             if not runtime.store._values:
                 break
         assert not runtime.store._values
+
+
+@pytest.mark.parametrize("numel", [3, 100_000])
+def test_default_device_of_a_thread_does_not_matter(numel):
+    """Tensors are received into host memory, whatever ``torch.device`` block the receiving thread is in."""
+    with LoopbackCluster(2) as cluster, cluster.on(0), torch.device("meta"):
+        host = torch.ones(numel, device="cpu")
+        assert rpc.rpc_sync("worker1", torch.add, args=(host, 1)).tolist()[:2] == [2, 2]
+        sparse = rpc.rpc_sync("worker1", torch.neg, args=(host.to_sparse(),))
+        assert sparse.device.type == "cpu"

@@ -168,7 +168,7 @@ def python_calls(operation):
 
 
 def test_python_calls_of_a_caller(lone):
-    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 52
+    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 54
 
 
 def test_python_calls_of_a_callee(lone):

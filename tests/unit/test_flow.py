@@ -1,5 +1,6 @@
 """Unit tests for mpirpc._core.flow: callers that do not wait for answers are slowed, and nobody else."""
 
+import contextlib
 import threading
 
 import pytest
@@ -88,17 +89,34 @@ def test_failed_and_late_calls_are_taken_off(cluster):
         future.wait()
     with pytest.raises(rpc.errors.SerializationError):
         rpc.rpc_async("worker1", pass_gate, args=(threading.Lock(),))
-    assert not any(cluster.runtimes[0].agent._flow._unanswered.values())
+    GATE.set()  # the callee still has the first one: it counts until it is answered
+    assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    flow = cluster.runtimes[0].agent._flow
+    while any(flow._unanswered.values()):
+        cluster.runtimes[0].agent.engine.wake()
+
+
+def test_calls_that_time_out_do_not_pile_up_at_their_callee(cluster):
+    for _ in range(20):
+        with contextlib.suppress(rpc.RpcTimeoutError):
+            rpc.rpc_async("worker1", pass_gate, args=(bytes(1000),), timeout=0.01).wait()
+    assert cluster.runtimes[0].agent._flow.is_full(1)
+    assert cluster.runtimes[1].calls.num_open < 20
+    GATE.set()
 
 
 def test_held_up_caller_has_its_deadline(cluster):
     futures = []
     thread = started_until_full(cluster, futures)
-    late = rpc.rpc_async("worker1", nothing, timeout=0.01)
+    served = cluster.runtimes[1].calls.num_served
     with pytest.raises(rpc.RpcTimeoutError):
-        late.wait()
+        rpc.rpc_async("worker1", nothing, timeout=0.01)
+    with pytest.raises(rpc.RpcTimeoutError):
+        rpc.remote("worker1", nothing, timeout=0.01)
     GATE.set()
     thread.join(LIMIT)
+    assert rpc.wait(futures) == [None] * 8
+    assert cluster.runtimes[1].calls.num_served == served + 8  # neither was sent
 
 
 # --- the same call to several workers ---

@@ -93,6 +93,7 @@ def test_other_modes(cluster, make, mode):
             cluster.runtimes[0].agent.wait(rref._creation)
             assert rref.to_here().tolist() == [2, 2, 2]
     find(events_of(profile), f"rpc_{mode}#multiply(worker0 -> worker1)#remote_op: aten::mul")
+    assert any("aten::mul" in row.key for row in profile.key_averages())
 
 
 @both
@@ -219,7 +220,20 @@ def test_served_calls(cluster):
     rpc.rpc_sync("worker1", torch.mul, args=PAIR)
     assert [[event.name for event in call] for call in inner.calls] == [["aten::sub"]]
     assert [[event.name for event in call] for call in outer.calls] == [["aten::add"], ["aten::sub"]]
-    assert {row.key for row in outer.key_averages()} == {"aten::add", "aten::sub"}
+    for _ in range(2):
+        assert {row.key for row in outer.key_averages()} == {"aten::add", "aten::sub"}
+
+
+def test_served_calls_keep_apart_and_show_calls_of_their_own(cluster):
+    with cluster.on(1):
+        profile = profile_served_calls().__enter__()
+    for _ in range(3):
+        rpc.rpc_sync("worker1", multiply_elsewhere, args=("worker2", *PAIR))
+    profile.__exit__(None, None, None)
+    inner = "rpc_sync#multiply(worker1 -> worker2)"
+    averages = {row.key: row for row in profile.key_averages()}
+    assert averages[inner].count == averages[f"{inner}#remote_op: aten::mul"].count == 3
+    assert all(row.self_cpu_time_total >= 0 for row in averages.values())
 
 
 def test_old_spans_are_forgotten(monkeypatch):
