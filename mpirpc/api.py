@@ -68,8 +68,7 @@ def init_rpc(
     """Join the RPC group; returns when every rank has joined and knows all names.
 
     Rank and world size come from MPI: the ranks of ``rpc_backend_options.comm``, by default all of the job.
-        Call it
-    on every one of them, on the main thread; after ``shutdown`` it may be called again.
+    Call it on every one of them, on the main thread; after ``shutdown`` it may be called again.
 
     Args:
         name: This worker's name, unique in the group; default ``worker{rank}``.
@@ -110,8 +109,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the RPC group. Does nothing when RPC does not run.
 
     Graceful: waits until all workers have called it and every call, also those that calls made, is over;
-        meanwhile
-    this worker goes on serving. Then RRefs are released. Not graceful: stops now, pending calls fail.
+    meanwhile this worker goes on serving. Then RRefs are released. Not graceful: stops now, pending calls
+    fail.
 
     Args:
         graceful: Whether to wait for the others.
@@ -389,8 +388,7 @@ def debug_info() -> dict[str, Any]:
     """Return counts of what lives in this worker and what it has done since ``init_rpc``.
 
     Keys: ``calls_sent``, ``calls_served``, ``pending_calls`` (sent, not answered), ``open_calls`` (received,
-        not
-    answered), ``messages_sent``, ``messages_received``, ``bytes_sent``, ``bytes_received``,
+    not answered), ``messages_sent``, ``messages_received``, ``bytes_sent``, ``bytes_received``,
     ``unfinished_nbytes`` (sent, not yet taken by the network), ``owned_rrefs`` (values here), ``used_rrefs``
     (handles here of values elsewhere), ``forks`` (handles elsewhere of values here), ``pending_rrefs``
     (handles that wait for a confirmation), ``executor_threads``, ``running_calls``, ``autograd_contexts`` and
@@ -408,7 +406,7 @@ def _stop_at_exit() -> None:
     """A program that ends without ``shutdown``: stop the threads before the interpreter goes.
 
     If it ends by an exception, the others would wait for this worker for ever: end the job, its traceback is
-        printed.
+    printed.
     """
     runtime: Runtime | None = get_current_or_none()
     if runtime is None:

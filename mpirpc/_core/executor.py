@@ -3,9 +3,8 @@
 All executor threads are alike. At any time at most one of them leads, one (the *deputy*) is at hand to take
 over, and the others run works or are spare. A thread that receives a call gives the lead up and runs the call
 itself: no switch of threads. If that takes longer than :data:`PATIENCE`, the deputy takes the lead and the
-    next call. A
-deputy that finds the same leader at rest for a while parks until it is needed ("cold"), so that an idle
-worker has one thread that wakes up.
+next call. A deputy that finds the same leader at rest for a while parks until it is needed ("cold"), so that
+an idle worker has one thread that wakes up.
 
 *Urgent* works (finishing futures, answering fetches, steps of a backward pass) are not calls: they run
 whatever else runs, so that no call can keep away what another one waits for.

@@ -1,8 +1,7 @@
 """``Future``: a ``torch.futures.Future`` whose ``wait`` moves communication forward.
 
 A thread that waits for a future polls the network itself instead of being woken by the thread that does: half
-    the time of
-a small call. Everything else (``then``, callbacks, ``torch.futures.collect_all``) is torch's.
+the time of a small call. Everything else (``then``, callbacks, ``torch.futures.collect_all``) is torch's.
 """
 
 from __future__ import annotations

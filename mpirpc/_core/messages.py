@@ -1,10 +1,9 @@
 """Ids, and one immutable class per message with who tells whom what.
 
 Rules for this file: data only. How a message looks in bytes is ``wire.py``'s job, what it sets off is a
-    handler's.
-The two messages that every call needs are named tuples: they are made five times faster than frozen
-    dataclasses.
-A message is fixed fields (here) plus, for some kinds, a :class:`Body` (pickled payload, tensors, RRef forks).
+handler's. The two messages that every call needs are named tuples: they are made five times faster than
+frozen dataclasses. A message is fixed fields (here) plus, for some kinds, a :class:`Body` (pickled payload,
+tensors, RRef forks).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ modules as ``torch.jit.save`` writes them. Everything else is pickled by the sta
 ``cloudpickle`` where that is installed and the standard library cannot (lambdas, closures).
 
 Most calls are simple: a function known by name, with numbers, texts, tensors and RRefs as arguments. These
-    are *flat*: written
-by ``marshal``, a tenth of a pickle's cost. A flat payload begins with ``(``, a pickled one with ``0x80``.
+are *flat*: written by ``marshal``, a tenth of a pickle's cost. A flat payload begins with ``(``, a pickled
+one with ``0x80``.
 
 Rules for this file: one pickler object per message, no state between messages, no lock held while user code
 (``__reduce__``, ``__setstate__``) runs. What an RRef is comes from above: a :class:`RRefHook`.

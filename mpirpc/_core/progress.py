@@ -2,14 +2,12 @@
 
 * Whoever holds the *lock* makes transport calls; it is held for one step at a time.
 * Whoever holds the *lead* polls again and again. A thread that waits for something takes the lead if nobody
-has it,
-  else it parks until its thing is done or the lead is handed to it. When nobody waits, an executor thread
-  leads.
+  has it, else it parks until its thing is done or the lead is handed to it. When nobody waits, an executor
+  thread leads.
 * What arrives is handled with neither lock nor lead held, so handlers and the code they run may block or
-send.
-* A thread that sends puts the message into the outbox and empties the outbox itself if the lock is free; if
-not, the holder
-  does it before it lets go. So nobody ever blocks on the lock.
+  send.
+* A thread that sends does so itself if the lock is free; if not, it puts the message into the outbox, which
+  the holder empties before it lets go. So nobody ever blocks on the lock.
 
 Finalizers append to ``chores`` (atomic, takes no lock); the leader carries them out.
 """

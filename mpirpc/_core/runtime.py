@@ -133,8 +133,7 @@ class Runtime:
         """Stop this worker.
 
         Graceful: together with all others, once no call runs or is under way anywhere; handles that user code
-            still
-        holds are released, then values that are still referenced are reported.
+        still holds are released, then values that are still referenced are reported.
 
         Raises:
             LocalProtocolError: Called by a function that runs as a call.

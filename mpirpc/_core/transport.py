@@ -1,7 +1,7 @@
 """What a transport is: it carries messages between the workers of one group, whatever they mean.
 
 Words: a message is a *head* (small, sent at once) and *frames* (large buffers sent on their own, one per
-    storage).
+storage).
 """
 
 from __future__ import annotations
