@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpirpc._core.agent import WorkerInfo
+from mpirpc._core.mpi_group import join_group
 from mpirpc._core.runtime import Runtime
-from mpirpc._core.transport_mpi import MPITransport, join_group
+from mpirpc._core.transport_mpi import MPITransport
 from mpirpc.errors import ConfigurationError
 from mpirpc.options import MPIRpcBackendOptions, RpcBackendOptions
 

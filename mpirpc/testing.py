@@ -135,6 +135,7 @@ class FaultyTransport:
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.survives_losses = inner.survives_losses
+        self.bell = inner.bell
         self._inner = inner
         self._fault = fault
         self._held: list[tuple[float, int, Outgoing]] = []  # when to send it, where to, the message

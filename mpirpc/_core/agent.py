@@ -89,6 +89,7 @@ class Pending(Waiter):
     def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
         self.done = False
         self._parking = make_parking()
+        self._bell = None
         self.request_id = request_id
         self.dest = dest
         self.timeout = timeout

@@ -26,10 +26,10 @@ from mpirpc._core.autograd_graph import call_joined_to_graph, joined_to_graph
 from mpirpc._core.error_transfer import dump_error, fresh, kept, load_error
 from mpirpc._core.future import Future
 from mpirpc._core.messages import NO_CONTEXT, NO_FORK, NO_RREF, Body, ForkDescriptor, ForkId, RRefId
-from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, loads
+from mpirpc._core.pickling import Call, OnValue, RRefHook, dumps_call, dumps_result, load_flat, loads
 from mpirpc._core.profiling import Profiled, Recording, is_profiling, merge, start_span
 from mpirpc._core.rref_store import OwnerValue, RRefStore
-from mpirpc._core.wire import PAYLOAD_IN_HEAD, Incoming
+from mpirpc._core.wire import PAYLOAD_IN_HEAD, Incoming, ShortIncoming
 from mpirpc.errors import InternalError, NotAFutureError
 from mpirpc.functions import is_async_execution
 
@@ -158,7 +158,7 @@ class Calls:
             def end_span(pending: Pending) -> None:
                 response: Any = (None, [])
                 if pending.incoming is not None and isinstance(pending.incoming.message, m.CallResponse):
-                    response = loads(pending.incoming.body()[0].payload, [])
+                    response = loads(pending.incoming.body()[0], [])
                 span.end(response)
                 on_done(pending)
 
@@ -467,18 +467,17 @@ class Calls:
 
     def _open(self, source: int, incoming: Incoming, context_id: int, message_id: int) -> Any:
         """Rebuild what a message carries: handles first (they must be released even if unpickling fails)."""
-        payload = incoming.plain_payload()
-        if payload is not None:
-            return loads(payload, (), ())
+        if isinstance(incoming, ShortIncoming) and not incoming.described:
+            return load_flat(incoming.flat)
         rrefs = [self._adopt(fork) for fork in incoming.forks()]
         body, needs_grad = incoming.body()
         tensors = body.tensors
         if message_id and context_id:
             tensors = self.autograd.attach_recv(context_id, source, message_id, tensors, needs_grad)
-        elif any(needs_grad):
+        elif True in needs_grad:
             for tensor, needs in zip(tensors, needs_grad, strict=True):
                 tensor.requires_grad_(needs)
-        return loads(body.payload, tensors, rrefs)
+        return loads(body, tensors, rrefs)
 
     def _adopt(self, fork: ForkDescriptor) -> Any:
         self.store.adopt(fork)

@@ -49,7 +49,7 @@ def load_error(body: Body, worker: str, doing: str = "") -> BaseException:
         worker: ``'name' (rank r)`` of the sender.
         doing: What it was asked to do; for the text.
     """
-    parts = _Parts(*loads(body.payload, body.tensors))
+    parts = _Parts(*loads(body, body.tensors))
     error = _rebuild(parts)
     if error is None:
         error = RemoteError(

@@ -25,7 +25,11 @@ from mpirpc._core.timing import UNLIMITED, monotonic
 log = logging.getLogger("mpirpc.executor")
 
 PATIENCE = 1e-3
-"""Seconds between two looks of the deputy."""
+"""Seconds between two looks of the deputy when the last one found everything as it was."""
+
+MOST_PATIENCE = 8e-3
+"""Seconds between two looks, at most, as long as works come and go: each look takes the interpreter away from
+the threads that work."""
 
 VACANT_AFTER = 2
 """Looks without any change after which a free lead is taken: fewer would take it from a thread that makes
@@ -263,15 +267,18 @@ class Executor:
         A lead that is free but was taken since the last look belongs to a thread that waits again and again:
             leave it alone.
         """
-        engine, unchanged, seen = self._engine, 0, (-1, -1)
+        engine, unchanged, seen, patience = self._engine, 0, (-1, -1), PATIENCE
         while not goal.done:
             now = (engine.num_leads, self._num_started)
-            unchanged = unchanged + 1 if now == seen else 0
+            if now == seen:
+                unchanged, patience = unchanged + 1, PATIENCE
+            else:
+                unchanged, patience = 0, min(2 * patience, MOST_PATIENCE)
             seen = now
             if unchanged >= VACANT_AFTER and not engine.is_led():
                 break
             if unchanged < COLD_AFTER or not engine.is_led():
-                goal.park(PATIENCE)
+                goal.park(patience)
                 continue
             self._deputy_is_cold = True
             if engine.is_led() and not goal.done:  # who gives the lead up from now on sees that we are cold

@@ -9,7 +9,7 @@ tensors, RRef forks).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -61,13 +61,25 @@ class ForkDescriptor:
 Payload = bytes | bytearray | memoryview
 
 
+FunctionName = tuple[str, str]
+"""Module and name of a function there; an empty module means a method of the first argument's value."""
+
+Flat = tuple[FunctionName | None, tuple[Any, ...], tuple[int, ...], tuple[int, ...]]
+"""A simple call, or a simple result (no function): its values, and at which places tensors and RRefs stand.
+
+The values are numbers, texts, bytes and None; at the places of tensors and RRefs stand their numbers among
+the message's.
+"""
+
+
 @dataclass(slots=True)
 class Body:
-    """The variable part of a message."""
+    """The variable part of a message: a payload, or in its stead something flat."""
 
     payload: Payload = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
     forks: list[ForkDescriptor] = field(default_factory=list)
+    flat: Flat | None = None
 
 
 NO_CONTEXT = 0

@@ -6,8 +6,8 @@ modules as ``torch.jit.save`` writes them. Everything else is pickled by the sta
 ``cloudpickle`` where that is installed and the standard library cannot (lambdas, closures).
 
 Most calls are simple: a function known by name, with numbers, texts, tensors and RRefs as arguments. These
-are *flat*: written by ``marshal``, a tenth of a pickle's cost. A flat payload begins with ``(``, a pickled
-one with ``0x80``.
+are *flat*: not pickled at all but written by ``marshal`` with the message, a tenth of the cost. A payload
+that is flat begins with ``(``, a pickled one with ``0x80``.
 
 Rules for this file: one pickler object per message, no state between messages, no lock held while user code
 (``__reduce__``, ``__setstate__``) runs. What an RRef is comes from above: a :class:`RRefHook`.
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mpirpc._core.messages import Body, ForkDescriptor, Payload
+from mpirpc._core.messages import Body, Flat, ForkDescriptor, FunctionName, Payload
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc.errors import SerializationError
 from mpirpc.functions import place_of_script
@@ -100,13 +100,14 @@ def dumps(obj: object, hook: RRefHook | None = None) -> Body:
 
 # --- flat payloads ---
 
-_SIMPLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_SIMPLE = frozenset({int, float, complex, bool, type(None)})
+_TEXTS = frozenset({str, bytes})
 """Types, exact, that marshal keeps as they are."""
 
-_Name = tuple[str, str]
-"""Module and name of a function there; an empty module means a method of the first argument's value."""
+_LONGEST_TEXT = 1 << 16
+"""Longer texts are pickled: what is flat stays small."""
 
-_names: dict[Any, _Name] = {}
+_names: dict[Any, FunctionName] = {}
 """Functions that can be found by name, as it was found out; they live as long as their modules."""
 
 
@@ -126,7 +127,7 @@ class OnValue:
         raise SerializationError(f"method {self.method} of an RRef's value was called without its value")
 
 
-def _name_of(func: Any) -> _Name | None:
+def _name_of(func: Any) -> FunctionName | None:
     """Return where a function can be found by name: at the top of a module, or among torch's operators."""
     known = _names.get(func)
     if known is None:
@@ -146,7 +147,7 @@ def _place_in_module(func: Any) -> tuple[str, str | None]:
     return getattr(func, "__module__", None) or "torch", getattr(func, "__name__", None)
 
 
-def _find(name: _Name) -> Any:
+def _find(name: FunctionName) -> Any:
     module, func = name
     if not module:
         return OnValue(func)
@@ -156,7 +157,7 @@ def _find(name: _Name) -> Any:
         return getattr(importlib.import_module(module), func)
 
 
-def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -> Body | None:
+def _flatten(name: FunctionName | None, args: tuple[Any, ...], hook: RRefHook | None) -> Body | None:
     """Write a simple call, or a simple result (no name); None if it is not simple."""
     if hook is not None and hook.reducers and any(type(value) in hook.reducers for value in args):
         return None
@@ -166,9 +167,9 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
     rrefs: list[int] = []  # places of RRefs
     for place, value in enumerate(args):
         kind = type(value)
-        if kind in _SIMPLE:
+        if kind in _SIMPLE or (kind in _TEXTS and len(value) <= _LONGEST_TEXT):
             plain.append(value)
-        elif kind is torch.Tensor and _travels_raw(value):
+        elif kind is torch.Tensor and value.layout is torch.strided and _travels_raw(value):
             plain.append(_place_of(value, tensors))
             lifted.append(place)
         elif hook is not None and kind is hook.rref_type:
@@ -178,11 +179,7 @@ def _flatten(name: _Name | None, args: tuple[Any, ...], hook: RRefHook | None) -
             return None
     for number, place in enumerate(rrefs):
         plain[place] = number
-    try:
-        payload = marshal.dumps((name, tuple(plain), tuple(lifted), tuple(rrefs)), 2)
-    except ValueError:  # a text or bytes too long for marshal
-        return None
-    body = Body(payload, tensors, [])
+    body = Body(b"", tensors, [], (name, tuple(plain), tuple(lifted), tuple(rrefs)))
     # forks last: nothing can fail after them
     if rrefs and hook is not None:
         for place in rrefs:
@@ -209,15 +206,20 @@ def _place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
     return len(tensors) - 1
 
 
-def _load_flat(payload: Payload, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any]) -> Any:
-    name, plain, lifted, forked = marshal.loads(payload)
-    if lifted or forked:
-        plain = list(plain)
-        for place in lifted:
-            plain[place] = tensors[plain[place]]
-        for place in forked:
-            plain[place] = rrefs[plain[place]]
-    return plain[0] if name is None else (_find(name), tuple(plain), {})
+def load_flat(flat: Flat, tensors: Sequence[torch.Tensor] = (), rrefs: Sequence[Any] = ()) -> Any:
+    """Rebuild something flat; see :func:`loads`."""
+    try:
+        name, values, lifted, forked = flat
+        if lifted or forked:
+            plain = list(values)
+            for place in lifted:
+                plain[place] = tensors[plain[place]]
+            for place in forked:
+                plain[place] = rrefs[plain[place]]
+            values = tuple(plain)
+        return values[0] if name is None else (_find(name), values, {})
+    except Exception as error:
+        raise _cannot_rebuild(error) from error
 
 
 # --- pickled payloads ---
@@ -261,28 +263,37 @@ def _short(obj: object) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def loads(payload: Payload, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any] = ()) -> Any:
+def loads(body: Body, tensors: Sequence[torch.Tensor], rrefs: Sequence[Any] = ()) -> Any:
     """Rebuild what :func:`dumps`, :func:`dumps_call` or :func:`dumps_result` made.
 
     Args:
-        payload: ``Body.payload``.
-        tensors: ``Body.tensors`` as they arrived.
-        rrefs: One handle for each of ``Body.forks``.
+        body: As it arrived.
+        tensors: To stand in place of ``body.tensors``.
+        rrefs: One handle for each of ``body.forks``.
 
     Raises:
         SerializationError: Something cannot be rebuilt here; the cause says what.
 
     Thread: any; runs user code.
     """
+    if body.flat is not None:
+        return load_flat(body.flat, tensors, rrefs)
+    payload = body.payload
     try:
         if payload[0] == _FLAT:
-            return _load_flat(payload, tensors, rrefs)
+            return load_flat(marshal.loads(payload), tensors, rrefs)
         return _Unpickler(payload, tensors, rrefs).load()
+    except SerializationError:
+        raise
     except (Exception, SystemExit, GeneratorExit) as error:
-        raise SerializationError(
-            f"cannot rebuild what arrived: {type(error).__name__}: {error}",
-            "the RPC pickler does not serialize code: the same code must be importable on every worker",
-        ) from error
+        raise _cannot_rebuild(error) from error
+
+
+def _cannot_rebuild(error: BaseException) -> SerializationError:
+    return SerializationError(
+        f"cannot rebuild what arrived: {type(error).__name__}: {error}",
+        "the RPC pickler does not serialize code: the same code must be importable on every worker",
+    )
 
 
 def _tensor(index: int) -> torch.Tensor:

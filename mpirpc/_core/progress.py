@@ -24,7 +24,7 @@ from typing import Any
 
 from mpirpc._core import interrupts
 from mpirpc._core.timing import UNLIMITED, Backoff, GilWait, monotonic
-from mpirpc._core.transport import Arrival, Outgoing, Transport
+from mpirpc._core.transport import Arrival, Bell, Outgoing, Transport
 from mpirpc.errors import NotInitializedError, TransportError
 
 log = logging.getLogger("mpirpc.progress")
@@ -34,6 +34,12 @@ FOLLOW = 0.05
 
 LOOKS_BESIDE = 100
 """How often a thread polls beside an executor thread that leads, before it parks."""
+
+SHORT_SLEEP = 5e-4
+"""Sleeps below this, in seconds, are over before a bell would be of use."""
+
+LONG_SLEEP = 0.1
+"""Longest sleep, in seconds, of an idle leader that messages wake."""
 
 UNFINISHED_SLEEP = 1e-4
 """Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
@@ -52,11 +58,12 @@ class Waiter:
     Thread: ``set`` any; ``park`` one thread at a time.
     """
 
-    __slots__ = ("_parking", "done")
+    __slots__ = ("_bell", "_parking", "done")
 
     def __init__(self) -> None:
         self.done = False
         self._parking = make_parking()
+        self._bell: Bell | None = None  # beside which the parked thread sleeps
 
     def set(self) -> None:
         """Say that it is done and wake who waits."""
@@ -69,6 +76,19 @@ class Waiter:
             self._parking.release()
         except RuntimeError:  # a wake-up is stored already
             return
+        bell = self._bell
+        if bell is not None:
+            bell.ring_here()
+
+    def rest(self, bell: Bell, timeout: float) -> bool:
+        """Sleep until woken, ``bell`` rings or ``timeout`` seconds have passed; say whether woken."""
+        if timeout < SHORT_SLEEP:
+            return self.park(timeout)
+        self._bell = bell  # first: who unparks from now on rings as well
+        try:
+            return self._parking.acquire(False) or bell.sleep(timeout)
+        finally:
+            self._bell = None
 
     def park(self, timeout: float) -> bool:
         """Sleep until woken or ``timeout`` seconds have passed; say whether woken."""
@@ -82,7 +102,7 @@ class ProgressEngine:
         transport: The network.
         handle: Called with each message that arrived; must not block, may send.
         spin_time: Seconds that a leader polls without sleeping after the last event.
-        idle_sleep: Longest sleep of an idle leader in seconds.
+        idle_sleep: Longest sleep, in seconds, of an idle leader that messages do not wake.
     """
 
     def __init__(
@@ -243,11 +263,17 @@ class ProgressEngine:
                 if now >= deadline or (takes_works and self._followers):
                     return
                 if spin is None:
-                    spin = Backoff(self._spin_time, self._idle_sleep)
+                    spin = Backoff(self._spin_time)
                     if self.gil_wait is not None:
                         spin.give_way = self.gil_wait.give_way
-                longest = UNFINISHED_SLEEP if self.transport.has_unfinished() else None
-                spin.pause(now, goal.park, longest)
+                bell = self.transport.bell
+                if self.transport.has_unfinished():
+                    spin.pause(now, goal.park, UNFINISHED_SLEEP)
+                elif bell is None:
+                    spin.pause(now, goal.park, self._idle_sleep)
+                else:
+                    longest = min(LONG_SLEEP, deadline - now, self.alarm_at - now)
+                    spin.pause(now, partial(goal.rest, bell), max(0.0, longest))
         finally:
             if holds:
                 self._leader = None  # what it waited for may hold the user's tensors

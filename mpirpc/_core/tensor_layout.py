@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,12 +45,16 @@ FIXED_NBYTES = _FIXED.size
 _KNOWN = 16
 _WITH_NUMBERS = [struct.Struct(f"{_FIXED.format}{count}q") for count in range(_KNOWN)]
 """By number of sizes and strides: a whole description."""
-_NUMBERS = [struct.Struct(f"<{count}q") for count in range(_KNOWN)]
 
 
 def has_dtype(dtype: torch.dtype) -> bool:
     """Say whether tensors of this dtype can travel as plain bytes."""
     return dtype in _DTYPE_CODES
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Return the number on the wire of a dtype that :func:`has_dtype` knows."""
+    return _DTYPE_CODES[dtype]
 
 
 # --- sending ---
@@ -72,53 +76,56 @@ class Laid(NamedTuple):
     descriptions: list[bytes]
 
 
-_copied = ctypes.string_at
-"""Return the bytes from an address on."""
+# functions of C that do not give the interpreter up, as ctypes' own versions of them do
+copy_from: Callable[[int, int], bytes] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
+)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
+"""Return so many bytes from an address on."""
+
+copy_into: Callable[[int, bytes | int, int], None] = ctypes.PYFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)(("memmove", ctypes.PyDLL(None)))
+"""Fill memory from an address on with so many bytes (or with those at another address)."""
 
 
 def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None) -> Laid:
-    """Plan what to send of ``tensors``.
+    """Plan what to send of ``tensors``: quickly if all are contiguous, on the host and apart from each other.
 
     Copies: small storages; large ones only if they have large gaps, or are on a device.
     """
-    laid = Laid([], [], [], [])
-    if not _are_simple(tensors):
-        return _lay_out_any(laid, tensors, eager_limit, device_map)
+    laid, spans = Laid([], [], [], []), []
     for place, tensor in enumerate(tensors):
-        nbytes, shape = tensor.nbytes, tensor.shape
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return _lay_out_any(tensors, eager_limit, device_map)
+        address, nbytes, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
+        spans.append((address, nbytes))
         if nbytes <= eager_limit:
-            laid.inline.append(_copied(tensor.data_ptr(), nbytes))
+            laid.inline.append(copy_from(address, nbytes))
             laid.sizes.append(nbytes)
         else:
-            _add_storage(laid, tensor.data_ptr(), nbytes, tensor, eager_limit)
+            _add_storage(laid, address, nbytes, tensor, eager_limit)
         ndim, flags = len(shape), _CONTIGUOUS | _WHOLE | tensor.requires_grad
         if ndim < _KNOWN:
             code = _DTYPE_CODES[tensor.dtype]
             laid.descriptions.append(_WITH_NUMBERS[ndim].pack(code, flags, ndim, HOST, place, 0, *shape))
         else:
             laid.descriptions.append(_pack(tensor.dtype, flags, ndim, HOST, place, 0, shape))
-    return laid
+    return laid if len(spans) < 2 or are_apart(spans) else _lay_out_any(tensors, eager_limit, device_map)
 
 
-def _are_simple(tensors: Sequence[torch.Tensor]) -> bool:
-    """Say whether all tensors are contiguous, on the host and apart from each other."""
-    for tensor in tensors:
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            return False
-    if len(tensors) < 2:
-        return True
+def are_apart(spans: list[tuple[int, int]]) -> bool:
+    """Say whether no two ranges of memory, each an address and a size, overlap."""
+    spans.sort()
     end = 0
-    for address, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+    for address, nbytes in spans:
         if address < end:
             return False
         end = address + nbytes
     return True
 
 
-def _lay_out_any(
-    laid: Laid, tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None
-) -> Laid:
-    laid.descriptions.extend([b""] * len(tensors))
+def _lay_out_any(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: DeviceMap | None) -> Laid:
+    laid = Laid([], [], [], [b""] * len(tensors))
     for index, storage in enumerate(_plan_storages(tensors)):
         _add_storage(laid, storage.address, storage.nbytes, storage.tensors[0][1], eager_limit)
         for place, tensor in storage.tensors:
@@ -130,7 +137,7 @@ def _lay_out_any(
 def _add_storage(laid: Laid, address: int, nbytes: int, tensor: torch.Tensor, eager_limit: int) -> None:
     """Add a range of ``tensor``'s memory to what is sent."""
     if nbytes <= eager_limit:
-        laid.inline.append(_copied(address, nbytes))
+        laid.inline.append(copy_from(address, nbytes))
         laid.sizes.append(nbytes)
         return
     memory = tensor.untyped_storage()
@@ -249,15 +256,48 @@ def rebuild(
     tensors: list[torch.Tensor] = []
     needs_grad: list[bool] = []
     for _ in range(num_tensors):
-        fixed = _FIXED.unpack_from(head, at)
-        flags, ndim = fixed[1], fixed[2]
-        at += FIXED_NBYTES
+        flags, ndim = head[at + 1], head[at + 2]
         count = ndim if flags & _CONTIGUOUS else 2 * ndim
-        numbers = (_NUMBERS[count] if count < _KNOWN else struct.Struct(f"<{count}q")).unpack_from(head, at)
-        at += 8 * count
-        tensors.append(storages.tensor(fixed, numbers))
+        layout = _WITH_NUMBERS[count] if count < _KNOWN else struct.Struct(f"{_FIXED.format}{count}q")
+        code, _, _, device, index, offset, *numbers = layout.unpack_from(head, at)
+        at += layout.size
+        if flags & _WHOLE:
+            tensor = storages.whole(index, code, tuple(numbers))
+        else:
+            tensor = storages.part(index, code, offset, numbers[:ndim], numbers[ndim:])
+        tensors.append(tensor if device == HOST else tensor.to(device_from_code(device)))
         needs_grad.append(flags & _REQUIRES_GRAD != 0)
     return tensors, needs_grad, at
+
+
+_PROTOTYPE_NBYTES, _NUM_PROTOTYPES = 1024, 256
+_prototypes: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+"""Small tensors by dtype and shape: making another like one of them costs half of making it from scratch."""
+
+
+def new_tensor(code: int, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
+    """Return a tensor in fresh memory, which must have ``nbytes``.
+
+    Raises:
+        RemoteProtocolError: It would not; no memory is taken. Or this torch has no such dtype.
+    """
+    prototype = _prototypes.get((code, shape))
+    if prototype is not None and prototype.nbytes == nbytes:
+        return torch.empty_like(prototype)
+    dtype = _dtype_of(code)
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise RemoteProtocolError(f"a {dtype} tensor of shape {shape} came with {nbytes} bytes")
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if nbytes <= _PROTOTYPE_NBYTES and len(_prototypes) < _NUM_PROTOTYPES:
+        _prototypes[code, shape] = torch.empty_like(tensor)
+    return tensor
+
+
+def _dtype_of(code: int) -> torch.dtype:
+    dtype = _DTYPES[code]
+    if dtype is None:
+        raise RemoteProtocolError(f"torch {torch.__version__} has no {_DTYPE_NAMES[code]} tensors")
+    return dtype
 
 
 class _Storages:
@@ -286,39 +326,40 @@ class _Storages:
         self.end = at
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(head))
 
-    def tensor(self, fixed: tuple[int, ...], numbers: tuple[int, ...]) -> torch.Tensor:
-        code, flags, ndim, device, index, offset = fixed
-        dtype, memory = _DTYPES[code], self._memory[index]
-        if dtype is None:
-            raise RemoteProtocolError(f"torch {torch.__version__} has no {_DTYPE_NAMES[code]} tensors")
-        if flags & _WHOLE and type(memory) is tuple:
-            at, nbytes = memory
-            if math.prod(numbers) * dtype.itemsize != nbytes:  # before any memory is taken
-                raise RemoteProtocolError(f"a {dtype} tensor of shape {numbers} came with {nbytes} bytes")
-            tensor = torch.empty(numbers, dtype=dtype, device="cpu")
-            ctypes.memmove(tensor.data_ptr(), self._address + at, nbytes)
-        else:
-            shape = numbers[:ndim]
-            strides = _contiguous_strides(shape) if flags & _CONTIGUOUS else numbers[ndim:]
-            storage = self._materialize(index).untyped_storage()
-            last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            end = (last + 1) * dtype.itemsize
-            if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
-                raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
-            tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
-        return tensor if device == HOST else tensor.to(device_from_code(device))
+    def whole(self, index: int, code: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Make the tensor that has all of storage ``index``."""
+        memory = self._memory[index]
+        if type(memory) is not tuple:
+            return self.part(index, code, 0, shape, ())
+        at, nbytes = memory
+        tensor = new_tensor(code, shape, nbytes)
+        copy_into(tensor.data_ptr(), self._address + at, nbytes)
+        return tensor
+
+    def part(
+        self, index: int, code: int, offset: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """Make a tensor that covers a part of storage ``index``; contiguous if no strides are given."""
+        dtype = _dtype_of(code)
+        strides = strides or _contiguous_strides(shape)
+        storage = self._materialize(index).untyped_storage()
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        end = (last + 1) * dtype.itemsize
+        if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
+            raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
 
     def _materialize(self, index: int) -> torch.Tensor:
         memory = self._memory[index]
         if isinstance(memory, tuple):
             at, nbytes = memory
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            ctypes.memmove(memory.data_ptr(), self._address + at, nbytes)
+            copy_into(memory.data_ptr(), self._address + at, nbytes)
             self._memory[index] = memory
         return memory
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -48,32 +48,32 @@ class Backoff:
 
     Right after the last event it gives its core to others without sleeping (``sched_yield``: 1 us, where
     ``time.sleep(0)`` costs 77 us on CPython 3.11). After ``spin`` seconds it sleeps a fraction of the time
-    already waited, so that the extra latency stays in proportion, up to ``longest`` seconds.
+    already waited, so that the extra latency stays in proportion.
     """
 
-    __slots__ = ("_since", "give_way", "longest", "spin")
+    __slots__ = ("_since", "give_way", "spin")
 
     FRACTION = 16
     """A sleep lasts 1/16 of the time waited so far: at most 6 % added to any wait."""
 
-    def __init__(self, spin: float, longest: float) -> None:
+    def __init__(self, spin: float) -> None:
         self.spin = spin
-        self.longest = longest
         self.give_way: Callable[[], None] = os.sched_yield
         self._since = 0.0
 
-    def pause(self, now: float, sleep: Callable[[float], object], longest: float | None = None) -> None:
+    def pause(self, now: float, sleep: Callable[[float], bool], longest: float) -> None:
         """Let others run, or sleep, according to how long nothing has happened.
 
         Args:
             now: The present, by :data:`monotonic`.
-            sleep: Called with seconds to sleep; may return earlier.
-            longest: A shorter limit for this one sleep, in seconds.
+            sleep: Called with seconds to sleep; says whether something woke it earlier, which begins the wait
+                anew.
+            longest: Limit of a sleep, in seconds.
         """
         if not self._since:
             self._since = now
         waited = now - self._since
         if waited < self.spin:
             self.give_way()
-        else:
-            sleep(min(self.longest if longest is None else longest, waited / self.FRACTION))
+        elif sleep(min(longest, waited / self.FRACTION)):
+            self._since = 0.0

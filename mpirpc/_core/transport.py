@@ -77,6 +77,19 @@ class TransportStats:
     unfinished_nbytes: int
 
 
+class Bell(Protocol):
+    """What an idle worker sleeps beside: it rings when a message comes, or a sum begins, after some time.
+
+    Only a hint: a worker that is not woken looks a little later.
+    """
+
+    def sleep(self, timeout: float) -> bool:
+        """Sleep until it rings, ``timeout`` seconds at most; say whether it rang. Thread: one at a time."""
+
+    def ring_here(self) -> None:
+        """End this worker's sleep. Thread: any."""
+
+
 class Transport(Protocol):
     """A group's network as one worker sees it.
 
@@ -94,6 +107,10 @@ class Transport(Protocol):
     world_size: int
     on_lost: Callable[[int], None]
     survives_losses: bool
+
+    @property
+    def bell(self) -> Bell | None:
+        """If there is one, every worker of the group can ring it."""
 
     def post_send(self, dest: int, message: Outgoing) -> None:
         """Start sending ``message``; the transport keeps it alive until it has left.

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mpirpc._core.transport import Arrival, Outgoing, TransportStats
+from mpirpc._core.transport import Arrival, Bell, Outgoing, TransportStats
 from mpirpc._core.wire import is_about_rest
 from mpirpc.errors import WorkerLostError
 
@@ -112,6 +112,7 @@ class LoopbackTransport:
         self.world_size = network.world_size
         self._network = network
         self.survives_losses = network.survives_losses
+        self.bell: Bell | None = None
         self.on_lost: Callable[[int], None] = lambda rank: None
         self._num_lost = 0  # how many of the network's dead have been told of
         self._sent_to = [0] * network.world_size

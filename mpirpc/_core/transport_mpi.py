@@ -1,9 +1,11 @@
 """Messages over MPI.
 
-The head of a message is one MPI message on a communicator of its own, found by matched probe; its frames
-follow on a second communicator, in order, straight into their final memory. MPI keeps the order of messages
-per pair and communicator, so the n-th receive posted there meets the n-th frame sent (MPI-4.1 section 3.5):
-no tag is needed to tell them apart, and call ids stay out of tags (some networks offer 20 bits only).
+The head of a message is one MPI message on a communicator of its own, for which receives are posted
+(``posted_heads.py``); its frames follow on a second communicator, in order, straight into their final memory.
+A head too long for a posted receive is announced there by its length and follows as the first frame. MPI
+keeps the order of messages per pair and communicator, so the n-th receive posted there meets the n-th frame
+sent (MPI-4.1 section 3.5): no tag is needed to tell them apart, and call ids stay out of tags (some networks
+offer 20 bits only).
 
 MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames are cut into chunks.
 
@@ -13,10 +15,9 @@ aside and its messages are dropped.
 
 from __future__ import annotations
 
-import json
-import logging
+import contextlib
 import os
-import time
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,142 +26,41 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpirpc._core.current import is_forked, stop_all
-from mpirpc._core.launcher import find_wrong_belief, find_wrong_start, library_name
+from mpirpc._core.current import stop_all
+from mpirpc._core.doorbell import Doorbell
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
-from mpirpc._core.timing import UNLIMITED, deadline_after, monotonic
-from mpirpc._core.transport import Arrival, Outgoing, TransportStats, check_name
+from mpirpc._core.mpi_group import hang_bell
+from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads
+from mpirpc._core.timing import monotonic
+from mpirpc._core.transport import Arrival, Outgoing, TransportStats
 from mpirpc._core.wire import frame_sizes, is_about_rest
-from mpirpc.errors import ConfigurationError, RemoteProtocolError, TransportError, WorkerLostError
+from mpirpc.errors import RemoteProtocolError, TransportError, WorkerLostError
 
 TAG = 0
-SMALL_HEAD = 4096
-"""Heads up to this size are received at once: MPI has them in a buffer when the probe sees them."""
+ANNOUNCEMENT = struct.Struct("<Q")
+"""Sent in place of a long head: its length. No head is as short as this."""
 
 ARRIVALS_PER_POLL = 8
 
-JOIN_NOTICE = 60.0
-"""Seconds in ``init_rpc`` after which a rank says that it waits for others."""
-
-log = logging.getLogger("mpirpc.transport")
+STAYS_AWAKE = 5e-3
+"""Seconds after which a worker from which nothing has come is woken by who sends it something."""
 
 _abandoned: list[object] = []
 """What groups that ended without agreement left: freeing communicators is collective, so all is kept."""
-
-
-def join_group(
-    comm: MPI.Comm | None, name: str | None, rank: int, world_size: int | None, problem: str = ""
-) -> tuple[MPI.Comm, list[str]]:
-    """Meet the other workers: one collective on ``comm``. Blocks until every rank has called it.
-
-    Args:
-        comm: Its ranks are the group; None means all ranks of the job.
-        name: This worker's name; None means ``worker{rank}``.
-        rank: What the program believes its rank to be; -1 if it has no opinion.
-        world_size: Likewise; None if it has no opinion.
-        problem: What the caller found wrong with this rank, to be raised on all.
-
-    Returns:
-        The communicator, and all workers' names in rank order.
-
-    Raises:
-        ConfigurationError: On every rank alike: MPI has too low a thread level, a rank was started wrongly or
-            holds wrong beliefs, a name is not allowed, or two workers have the same. On this rank alone: MPI
-            cannot be used in this process.
-    """
-    _check_mpi_runs()
-    comm = MPI.COMM_WORLD if comm is None else comm
-    name = f"worker{comm.rank}" if name is None else name
-    problem = problem or _find_problem(comm, name, rank, world_size)
-    everyone = [json.loads(text) for text in _allgather(comm, json.dumps([str(name), problem]).encode())]
-    names = [entry[0] for entry in everyone]
-    problems = [f"rank {place}: {entry[1]}" for place, entry in enumerate(everyone) if entry[1]]
-    problems += [
-        f"the name {worker!r} is used by ranks {[i for i, found in enumerate(names) if found == worker]}"
-        for worker in sorted(set(names))
-        if names.count(worker) > 1
-    ]
-    if problems:
-        raise ConfigurationError(
-            "the RPC group could not be formed: " + "; ".join(problems), "this error is raised on every rank"
-        )
-    return comm, names
-
-
-def _check_mpi_runs() -> None:
-    """Refuse where no collective could tell the others."""
-    if is_forked():
-        raise ConfigurationError(
-            "this process was forked from an MPI rank: MPI cannot be used in it",
-            "start all ranks with mpirun, and none with multiprocessing",
-        )
-    if not MPI.Is_initialized() or MPI.Is_finalized():
-        state = "has been finalized" if MPI.Is_initialized() else "is not initialized"
-        raise ConfigurationError(
-            f"MPI {state}", "remove mpi4py.rc.initialize settings and calls of MPI.Finalize"
-        )
-
-
-def _find_problem(comm: MPI.Comm, name: object, rank: int, world_size: int | None) -> str:
-    """Say what is wrong with this rank; nothing if all is well."""
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        return (
-            f"MPI was started with thread level {MPI.Query_thread()}, mpirpc needs MPI_THREAD_SERIALIZED "
-            f"({MPI.THREAD_SERIALIZED}) at least: remove mpi4py.rc.thread_level settings"
-        )
-    if problem := check_name(name):
-        return problem
-    world = MPI.COMM_WORLD
-    library = library_name(MPI.Get_library_version())
-    if problem := find_wrong_start(os.environ, world.rank, world.size, library):
-        return problem
-    if rank not in (-1, comm.rank):
-        return find_wrong_belief(os.environ, "rank", rank, comm.size, comm.rank)
-    if world_size not in (None, comm.size):
-        return find_wrong_belief(os.environ, "world_size", world_size, comm.size, comm.size)
-    return ""
-
-
-def _allgather(comm: MPI.Comm, mine: bytes) -> list[bytes]:
-    """Tell every rank of ``comm`` a few bytes and hear theirs, in rank order."""
-    counts = np.zeros(comm.size, dtype=np.int32)
-    length = np.array([len(mine)], dtype=np.int32)
-    _wait_for_all(comm.Iallgather(length, counts), (length, counts))
-    everything = bytearray(int(counts.sum()))
-    _wait_for_all(comm.Iallgatherv([mine, MPI.BYTE], [everything, counts, MPI.BYTE]), (mine, everything))
-    ends = np.cumsum(counts)
-    return [
-        bytes(everything[int(end) - int(count) : int(end)]) for count, end in zip(counts, ends, strict=True)
-    ]
-
-
-def _wait_for_all(request: MPI.Request, buffers: object) -> None:
-    """Wait for a collective by looking and sleeping, so that Ctrl-C is heard."""
-    pause, notice = 1e-5, deadline_after(JOIN_NOTICE)
-    try:
-        while not request.Test():
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-            if monotonic() >= notice:
-                notice = UNLIMITED
-                log.warning("init_rpc has waited %g s: some rank has not called it", JOIN_NOTICE)
-    except BaseException:
-        _abandoned.append((request, buffers))
-        raise
 
 
 @dataclass(slots=True)
 class _Incoming:
     """A message of which not everything has come yet.
 
-    ``head_request`` is set until the head is complete; ``frame_requests`` is None until the frames' receives
-    are posted.
+    ``long_head`` is set until a head that was announced is complete; ``requests`` are the receives posted for
+    it, then, in ``frames``, those of the frames. None if they are not posted yet.
     """
 
     head: bytearray
-    head_request: MPI.Request | None
+    long_head: int = 0
     frames: list[torch.Tensor] = field(default_factory=list)
-    frame_requests: deque[MPI.Request] | None = None
+    requests: deque[MPI.Request] | None = None
 
 
 class MPITransport:
@@ -185,8 +85,10 @@ class MPITransport:
         if self.survives_losses:
             self._losses = Losses(self._heads, [self._frames])
             self._losses.greet()
+        self._posted = PostedHeads(self._heads, TAG)
+        self.bell: Doorbell | None = hang_bell(self._heads)
+        self._awake_until = [0.0] * self.world_size  # by rank; before, a worker sleeps at most shortly
         self._chunk_nbytes = chunk_nbytes
-        self._status = MPI.Status()
         self._to_myself: deque[Arrival] = deque()
         # by dest: (handle, what it sends from, nbytes), oldest first; post_send adds, poll removes
         self._unfinished: dict[int, deque[tuple[MPI.Request, object, int]]] = {}
@@ -216,18 +118,25 @@ class MPITransport:
             self._to_myself.append(Arrival(dest, bytearray(message.head), frames))
             return
         try:
-            self._post(dest, self._heads, message.head, message.head, len(message.head))
+            head, nbytes = message.head, len(message.head)
+            if nbytes <= POSTED_NBYTES:
+                self._post(dest, self._heads, head, head, nbytes)
+            else:
+                announcement = ANNOUNCEMENT.pack(nbytes)
+                self._post(dest, self._heads, announcement, announcement, ANNOUNCEMENT.size)
+                self._post_frame(dest, MPI.buffer(head).address, nbytes, head)
             for frame in message.frames:
-                address = frame.data_ptr()
-                for at, nbytes in self._chunks(frame.numel()):
-                    self._post(
-                        dest, self._frames, MPI.buffer.fromaddress(address + at, nbytes), frame, nbytes
-                    )
+                self._post_frame(dest, frame.data_ptr(), frame.numel(), frame)
         except MPI.Exception as error:
             if self._losses is not None and is_loss(error):
                 self._lose()
                 raise WorkerLostError(f"rank {dest} has died") from error
             raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
+        if self.bell is not None:
+            now = monotonic()
+            if now > self._awake_until[dest]:
+                self.bell.ring(dest)
+                self._awake_until[dest] = now + STAYS_AWAKE
 
     def _post(self, dest: int, comm: MPI.Comm, buffer: object, keep: object, nbytes: int) -> None:
         request = comm.Isend([buffer, nbytes, MPI.BYTE], dest, TAG)
@@ -235,6 +144,10 @@ class MPITransport:
             return
         self._unfinished.setdefault(dest, deque()).append((request, keep, nbytes))
         self._unfinished_nbytes[dest] = self._unfinished_nbytes.get(dest, 0) + nbytes
+
+    def _post_frame(self, dest: int, address: int, nbytes: int, keep: object) -> None:
+        for at, size in self._chunks(nbytes):
+            self._post(dest, self._frames, MPI.buffer.fromaddress(address + at, size), keep, size)
 
     def _chunks(self, nbytes: int) -> list[tuple[int, int]]:
         """Cut ``nbytes`` into (offset, size) pieces that one MPI message can carry."""
@@ -271,7 +184,7 @@ class MPITransport:
                 self._finish_sends()
             if self._to_myself:
                 arrivals.append(self._to_myself.popleft())
-            self._probe(arrivals)
+            self._take_heads(arrivals)
             if self._incoming:
                 self._receive(arrivals)
         except MPI.Exception as error:
@@ -281,28 +194,26 @@ class MPITransport:
         if self._losses is not None:
             self._tell_losses()
             arrivals = [arrival for arrival in arrivals if arrival.source not in self._losses.ranks]
+        awake_until = monotonic() + STAYS_AWAKE if arrivals else 0.0
         for arrival in arrivals:
             self._received += 1
             self._received_nbytes += arrival.nbytes
+            self._awake_until[arrival.source] = awake_until
             if self._losses is not None and not is_about_rest(arrival.head):
                 self._losses.received_from[arrival.source] += 1
         return arrivals
 
-    def _probe(self, arrivals: list[Arrival]) -> None:
-        """Take new heads; those that are whole messages already go to ``arrivals``."""
-        status = self._status
+    def _take_heads(self, arrivals: list[Arrival]) -> None:
+        """Take heads that have come; those that are whole messages already go to ``arrivals``."""
         for _ in range(ARRIVALS_PER_POLL):
-            found = self._heads.Improbe(MPI.ANY_SOURCE, TAG, status)
-            if found is None:
+            taken = self._posted.take()
+            if taken is None:
                 return
-            source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
-            head = bytearray(nbytes)
-            if nbytes > SMALL_HEAD:
-                self._later(source, _Incoming(head, found.Irecv([head, nbytes, MPI.BYTE])))
-                continue
-            found.Recv([head, nbytes, MPI.BYTE])
-            if source in self._incoming or _frame_sizes(head):
-                self._later(source, _Incoming(head, None))
+            source, head = taken
+            if len(head) == ANNOUNCEMENT.size:
+                self._later(source, _Incoming(bytearray(), *ANNOUNCEMENT.unpack(head)))
+            elif source in self._incoming or _frame_sizes(head):
+                self._later(source, _Incoming(head))
             else:
                 arrivals.append(Arrival(source, head, []))
 
@@ -320,10 +231,9 @@ class MPITransport:
             queue = self._incoming[source]
             while queue:
                 incoming = queue.popleft()
-                if incoming.head_request is not None and not incoming.head_request.Test():
+                if incoming.long_head and not self._receive_head(source, incoming):
                     queue.appendleft(incoming)
                     break
-                incoming.head_request = None
                 if self._receive_frames(source, incoming):
                     arrivals.append(Arrival(source, incoming.head, incoming.frames))
                 else:
@@ -334,20 +244,33 @@ class MPITransport:
             else:
                 del self._incoming[source]
 
+    def _receive_head(self, source: int, incoming: _Incoming) -> bool:
+        """Post the receives of an announced head, or look after them; say whether it is here."""
+        if incoming.requests is None:
+            incoming.head = bytearray(incoming.long_head)
+            address = MPI.buffer(incoming.head).address
+            incoming.requests = self._receives(source, address, incoming.long_head)
+        if not _are_done(incoming.requests):
+            return False
+        incoming.long_head, incoming.requests = 0, None
+        return True
+
     def _receive_frames(self, source: int, incoming: _Incoming) -> bool:
         """Post the receives of a message's frames, or look after them; say whether all are here."""
-        requests = incoming.frame_requests
-        if requests is None:
-            requests = incoming.frame_requests = deque()
+        if incoming.requests is None:
+            incoming.requests = deque()
             for nbytes in _frame_sizes(incoming.head):
                 frame = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 incoming.frames.append(frame)
-                for at, size in self._chunks(nbytes):
-                    into = MPI.buffer.fromaddress(frame.data_ptr() + at, size)
-                    requests.append(self._frames.Irecv([into, size, MPI.BYTE], source, TAG))
-        while requests and requests[0].Test():
-            requests.popleft()
-        return not requests
+                incoming.requests += self._receives(source, frame.data_ptr(), nbytes)
+        return _are_done(incoming.requests)
+
+    def _receives(self, source: int, address: int, nbytes: int) -> deque[MPI.Request]:
+        """Post the receives of one frame."""
+        return deque(
+            self._frames.Irecv([MPI.buffer.fromaddress(address + at, size), size, MPI.BYTE], source, TAG)
+            for at, size in self._chunks(nbytes)
+        )
 
     # --- losing workers ---
 
@@ -377,6 +300,8 @@ class MPITransport:
         mine = np.array(values, dtype=np.int64)
         total = np.zeros_like(mine)
         self._sum = (self._heads.Iallreduce(mine, total, MPI.SUM), mine, total)
+        if self.bell is not None:  # the last to take part wakes those whose part is not over
+            self.bell.ring_all()
 
     def poll_sum(self) -> list[int] | None:
         """Return the sums once every worker has taken part, else None."""
@@ -404,6 +329,8 @@ class MPITransport:
 
         Where workers may die they are always put aside: freeing is collective.
         """
+        if self.bell is not None:
+            self.bell.close()
         if self._losses is not None and graceful:
             flush([request for queue in self._unfinished.values() for request, _, _ in queue])
             graceful = False
@@ -411,15 +338,26 @@ class MPITransport:
             for queue in self._unfinished.values():
                 MPI.Request.Waitall([request for request, _, _ in queue])
             self._unfinished.clear()
+            self._posted.close()
             self._heads.Free()
             self._frames.Free()
         else:
             # MPI may still read and write these buffers
-            _abandoned.append((self._heads, self._frames, self._unfinished, self._incoming, self._sum))
+            with contextlib.suppress(MPI.Exception):
+                self._posted.withdraw()
+            parts = (self._heads, self._frames, self._posted, self._unfinished, self._incoming, self._sum)
+            _abandoned.append(parts)
 
     def abort(self) -> None:
         """End every rank of the job at once (MPI_Abort); where the others survive it, this one alone."""
         end_job(1)
+
+
+def _are_done(requests: deque[MPI.Request]) -> bool:
+    """Drop the requests that are done, oldest first; say whether none is left."""
+    while requests and requests[0].Test():
+        requests.popleft()
+    return not requests
 
 
 def _frame_sizes(head: bytearray) -> list[int]:

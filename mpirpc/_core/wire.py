@@ -1,6 +1,6 @@
-"""Message <-> bytes: the only file that knows the layout.
+"""Message <-> bytes: the general layout, and which messages are short (``short_messages.py``).
 
-The head of a message, little endian throughout::
+The head of a message of the general layout, little endian throughout::
 
     prefix      magic, kind, flags, num_storages, num_forks, num_tensors, payload_nbytes
     storages    num_storages x nbytes (bit 63: travels as a frame of its own, behind the head)
@@ -18,13 +18,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.devices import DeviceMap
-from mpirpc._core.messages import Body, ForkDescriptor, ForkId, Message, Payload, RRefId
+from mpirpc._core.messages import Body, Flat, ForkDescriptor, ForkId, Message, Payload, RRefId
+from mpirpc._core.short_messages import (
+    SHORT_MAGIC,
+    Described,
+    flat_payload,
+    read_short,
+    rebuild_short,
+    write_short,
+)
 from mpirpc._core.sparse_layout import has_sparse, join, split
 from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, rebuild
 from mpirpc._core.transport import Outgoing
@@ -110,7 +118,7 @@ _FIELDS[m.CallRequest] = _FIELDS[m.CallRequest]._replace(
         m.CallRequest(r, c, a, RRefId(r0, r1), ForkId(f0, f1)) if r1 else m.CallRequest(r, c, a)
     ),
 )
-_FIELDS[m.CallResponse] = _FIELDS[m.CallResponse]._replace(flatten=lambda x: x, rebuild=m.CallResponse)
+_FIELDS[m.CallResponse] = _FIELDS[m.CallResponse]._replace(flatten=tuple, rebuild=m.CallResponse)
 _FIELDS_BY_KIND = {fields.kind: fields for fields in _FIELDS.values()}
 
 _NO_BODY = Body()
@@ -138,7 +146,13 @@ def encode(
     """
     body = body or _NO_BODY
     fields = _FIELDS[type(message)]
-    payload = body.payload
+    payload, flat = body.payload, body.flat
+    if flat is not None:
+        if not body.forks:
+            short = write_short(fields.kind, fields.flatten(message), flat, body.tensors, eager_limit)
+            if short is not None:
+                return Outgoing(short, [])
+        payload = flat_payload(flat)
     if not body.tensors and not body.forks and len(payload) <= PAYLOAD_IN_HEAD:
         head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(payload), *fields.flatten(message))
         return Outgoing(head + payload, [])
@@ -169,7 +183,32 @@ def encode(
 
 
 @dataclass(slots=True)
-class Incoming:
+class ShortIncoming:
+    """A short message; its tensors are rebuilt when the body is asked for."""
+
+    message: Message
+    flat: Flat
+    described: Sequence[Described]
+
+    num_forks: ClassVar[int] = 0
+
+    def forks(self) -> list[ForkDescriptor]:
+        """Return nothing: a short message has no RRefs."""
+        return []
+
+    def body(self) -> tuple[Body, list[bool]]:
+        """See :meth:`GeneralIncoming.body`."""
+        try:
+            tensors, needs_grad = rebuild_short(self.described)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # damaged content makes torch and others complain, each in its way
+            raise RemoteProtocolError(f"a short message does not fit the layout: {error}") from error
+        return Body(b"", tensors, [], self.flat), needs_grad
+
+
+@dataclass(slots=True)
+class GeneralIncoming:
     """A message whose fixed part is decoded; the body is decoded when it is asked for."""
 
     message: Message
@@ -181,12 +220,6 @@ class Incoming:
     _payload_nbytes: int
     _sizes: tuple[int, ...]
     _offset: int
-
-    def plain_payload(self) -> memoryview | None:
-        """Return the payload of a message that carries nothing else; None if it carries more."""
-        if self.num_forks or self._num_tensors or self._flags:
-            return None
-        return memoryview(self._head)[self._offset :]
 
     def forks(self) -> list[ForkDescriptor]:
         """Return the RRef handles in this message."""
@@ -229,12 +262,18 @@ class Incoming:
         return Body(payload, tensors, forks), needs_grad
 
 
+Incoming = ShortIncoming | GeneralIncoming
+"""A message that came."""
+
+
 def frame_sizes(head: bytearray) -> list[int]:
     """Return the size in bytes of each frame that follows this head.
 
     Raises:
         RemoteProtocolError: These bytes are no message of this version of mpirpc.
     """
+    if head.startswith(SHORT_MAGIC):
+        return []
     if len(head) < _PREFIX.size:
         raise RemoteProtocolError(
             f"a message of {len(head)} bytes is shorter than the {_PREFIX.size} of a header"
@@ -263,6 +302,8 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
     Raises:
         RemoteProtocolError: The bytes do not fit the layout, or the kind is unknown.
     """
+    if head.startswith(SHORT_MAGIC):
+        return _decode_short(head)
     try:
         magic, kind, flags, num_storages, num_forks, num_tensors, payload_nbytes = _PREFIX.unpack_from(head)
         if magic != MAGIC:
@@ -275,12 +316,28 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
         fields = _FIELDS_BY_KIND[kind]
         message = fields.rebuild(*fields.layout.unpack_from(head, at))
     except KeyError:
-        raise RemoteProtocolError(
-            f"a message of unknown kind {kind}", "run the same version of mpirpc on every rank"
-        ) from None
+        raise _unknown_kind(kind) from None
     except struct.error as error:
         raise RemoteProtocolError(f"a message is cut short: {error}") from error
     at += fields.layout.size
     if at + num_forks * _FORK.size + num_tensors * FIXED_NBYTES + payload_nbytes > len(head):
         raise RemoteProtocolError(f"a message of kind {kind} is cut short at {len(head)} bytes")
-    return Incoming(message, flags, head, frames, num_forks, num_tensors, payload_nbytes, sizes, at)
+    return GeneralIncoming(message, flags, head, frames, num_forks, num_tensors, payload_nbytes, sizes, at)
+
+
+def _decode_short(head: bytearray) -> ShortIncoming:
+    kind, numbers, flat, described = read_short(head)
+    fields = _FIELDS_BY_KIND.get(kind)
+    if fields is None:
+        raise _unknown_kind(kind)
+    try:
+        message = fields.rebuild(*numbers)
+    except TypeError as error:
+        raise RemoteProtocolError(f"a short message of kind {kind} does not fit: {error}") from error
+    return ShortIncoming(message, flat, described)
+
+
+def _unknown_kind(kind: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"a message of unknown kind {kind}", "run the same version of mpirpc on every rank"
+    )

@@ -12,8 +12,9 @@ from typing import Any
 
 import mpirpc
 from mpirpc._core import messages as m
+from mpirpc._core.mpi_group import join_group
 from mpirpc._core.runtime import Runtime
-from mpirpc._core.transport_mpi import MPITransport, join_group
+from mpirpc._core.transport_mpi import MPITransport
 from mpirpc.testing import FaultyTransport
 from tests.conformance.facades import Facade
 

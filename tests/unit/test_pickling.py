@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from mpirpc._core import pickling
-from mpirpc._core.messages import CallRequest, ForkDescriptor, ForkId, RRefId
+from mpirpc._core.messages import Body, CallRequest, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.pickling import OnValue, RRefHook, dumps, dumps_call, dumps_result, loads
 from mpirpc._core.wire import decode, encode
 from mpirpc.errors import SerializationError
 
-FLAT, PICKLED = ord("("), 0x80
+PICKLED = 0x80
 
 
 # --- things to send ---
@@ -132,9 +132,7 @@ def as_arrived(outgoing):
 def load(body):
     """What a receiver makes of it; RRefs arrive as ("rref", number)."""
     arrived = over_the_wire(body)
-    return loads(
-        arrived.payload, arrived.tensors, [("rref", fork.rref_id.local_id) for fork in arrived.forks]
-    )
+    return loads(arrived, arrived.tensors, [("rref", fork.rref_id.local_id) for fork in arrived.forks])
 
 
 def send(obj):
@@ -268,9 +266,8 @@ SIMPLE = [
 
 @pytest.mark.parametrize("value", SIMPLE, ids=repr)
 def test_simple_values_are_flat_and_come_back_the_same(value):
-    body = dumps_result(value)
-    assert body.payload[0] == FLAT
-    for received in (load(body), load(dumps(value))):
+    assert dumps_result(value).flat is not None
+    for received in (load(dumps_result(value)), load(dumps(value))):
         assert received == value
         assert type(received) is type(value)
 
@@ -297,7 +294,7 @@ def test_flat_and_pickled_calls_agree(hook):
     args = (1, tensor, "x", Handle(7), None, tensor, torch.ones(2, 2))
     flat = dumps_call((top_level, args, {}), hook.hook)
     pickled = dumps((top_level, args, {}), hook.hook)
-    assert (flat.payload[0], pickled.payload[0]) == (FLAT, PICKLED)
+    assert (flat.flat is not None, pickled.payload[0]) == (True, PICKLED)
     for body in (flat, pickled):
         func, received, kwargs = load(body)
         assert (func, kwargs) == (top_level, {})
@@ -311,6 +308,10 @@ def test_tensor_given_twice_is_sent_once():
     tensor = torch.ones(3)
     assert len(dumps_call((top_level, (tensor, tensor), {})).tensors) == 1
     assert len(dumps([tensor, tensor, {"again": tensor}]).tensors) == 1
+
+
+def test_long_texts_are_pickled():
+    assert dumps_result("x" * 70_000).payload[0] == dumps_result(b"x" * 70_000).payload[0] == PICKLED
 
 
 def test_no_tensor_data_in_the_payload():
@@ -474,24 +475,23 @@ def test_what_cannot_be_rebuilt_is_told_with_its_cause():
 
 def test_function_that_the_callee_lacks():
     body = dumps_call((top_level, (1,), {}))
-    for name in (b"top_level", b"test_pickling"):
-        damaged = bytes(body.payload).replace(name, name[:-1] + b"X")
+    module, name = body.flat[0]
+    for lacking in ((module, name + "X"), (module + "X", name)):
+        body.flat = (lacking, *body.flat[1:])
         with pytest.raises(SerializationError, match=r"(?s)cannot rebuild .*importable on every worker"):
-            loads(damaged, [])
+            loads(body, [])
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"(", b"\x80", b"\x80\x05", b"garbage", b"(\x04\x00\x00\x00"], ids=repr
-)
+@pytest.mark.parametrize("payload", [b"", b"(", b"\x80", b"\x80\x05", b"garbage", b"(\x04\0\0\0"], ids=repr)
 def test_damaged_payload_is_told(payload):
     with pytest.raises(SerializationError, match="cannot rebuild"):
-        loads(payload, [])
+        loads(Body(payload), [])
 
 
 def test_payload_that_names_a_tensor_it_lacks():
     for body in (dumps_result(torch.ones(1)), dumps([torch.ones(1)])):
         with pytest.raises(SerializationError, match="cannot rebuild"):
-            loads(body.payload, [])
+            loads(body, [])
 
 
 def test_payload_read_outside_its_message():

@@ -25,7 +25,7 @@ class Kelvin(Celsius):
 
 
 def load(body):
-    return loads(body.payload, body.tensors, [])
+    return loads(body, body.tensors, [])
 
 
 def test_reducer_of_the_user_holds_for_its_type_only():

@@ -34,32 +34,31 @@ def test_infinite_timeout(clock):
 
 def test_backoff_does_not_sleep_at_first(yields):
     sleeps = []
-    backoff = Backoff(spin=1.0, longest=5.0)
+    backoff = Backoff(spin=1.0)
     for now in (10.0, 10.5, 10.999):
-        backoff.pause(now, sleeps.append)
+        backoff.pause(now, sleeps.append, 5.0)
     assert (len(yields), sleeps) == (3, [])
 
 
 def test_backoff_then_sleeps_in_proportion_up_to_its_limit(yields):
     sleeps = []
-    backoff = Backoff(spin=1.0, longest=5.0)
+    backoff = Backoff(spin=1.0)
     for now in (10.0, 11.0, 26.0, 1000.0):
-        backoff.pause(now, sleeps.append)
+        backoff.pause(now, sleeps.append, 5.0)
     assert sleeps == [1.0 / 16, 1.0, 5.0]
 
 
-def test_one_sleep_may_be_shorter(yields):
-    sleeps = []
-    backoff = Backoff(spin=1.0, longest=5.0)
-    backoff.pause(10.0, sleeps.append)
-    backoff.pause(1000.0, sleeps.append, longest=0.25)
-    backoff.pause(1000.0, sleeps.append)
-    assert sleeps == [0.25, 5.0]
+def test_sleep_that_was_woken_begins_anew(yields):
+    backoff = Backoff(spin=1.0)
+    backoff.pause(10.0, None, 5.0)
+    backoff.pause(20.0, lambda timeout: True, 5.0)
+    backoff.pause(30.0, None, 5.0)
+    assert len(yields) == 2
 
 
 def test_without_spinning_it_sleeps_at_once(yields):
     sleeps = []
-    Backoff(spin=0.0, longest=5.0).pause(10.0, sleeps.append)
+    Backoff(spin=0.0).pause(10.0, sleeps.append, 5.0)
     assert (yields, sleeps) == ([], [0.0])
 
 

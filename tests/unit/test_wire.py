@@ -1,6 +1,7 @@
 """Unit tests for mpirpc._core.wire: every message survives the trip, no damage surprises the reader."""
 
 import itertools
+import marshal
 import random
 from dataclasses import astuple
 
@@ -10,6 +11,7 @@ import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
+from mpirpc._core.short_messages import SHORT_MAGIC
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes
 from mpirpc.errors import RemoteProtocolError
@@ -60,7 +62,14 @@ def round_trip(message, body=None, eager_limit=EAGER):
 def send(*tensors, eager_limit=EAGER):
     """The tensors after the trip."""
     _, body, _ = round_trip(m.CallResponse(1), Body(tensors=list(tensors)), eager_limit)
+    _, flat, _ = round_trip(m.CallResponse(1), flat_body(*tensors), eager_limit)
+    assert all(same(one, other) for one, other in zip(flat.tensors, body.tensors, strict=True))
     return body.tensors
+
+
+def flat_body(*tensors):
+    """A result of tensors alone, written as a short message wherever that can be."""
+    return Body(b"", list(tensors), [], (None, tuple(range(len(tensors))), tuple(range(len(tensors))), ()))
 
 
 def nbytes_of(*tensors, eager_limit=EAGER):
@@ -248,6 +257,51 @@ def test_received_tensors_can_be_changed_and_leave_the_message_alone():
 def test_many_tensors_of_all_sizes():
     sent = [torch.full((n * 37 % 700,), float(n)) for n in range(100)]
     assert all(same(r, s) for r, s in zip(send(*sent), sent, strict=True))
+
+
+# --- short messages ---
+
+
+@pytest.mark.parametrize("message", MESSAGES[:4], ids=repr)
+def test_calls_and_responses_of_plain_values_are_short(message):
+    flat = (("module", "func"), (1, "two", None, 0), (3,), ())
+    sent = torch.arange(6.0, requires_grad=True).reshape(2, 3)
+    outgoing = encode(message, Body(b"", [sent], [], flat), EAGER)
+    assert outgoing.head.startswith(SHORT_MAGIC)
+    assert frame_sizes(bytearray(outgoing.head)) == []
+    incoming = decode(bytearray(outgoing.head), [])
+    body, needs_grad = incoming.body()
+    assert (incoming.message, type(incoming.message)) == (message, type(message))
+    assert (body.flat, body.forks, needs_grad) == (flat, [], [True])
+    assert same(body.tensors[0], sent)
+
+
+BASE = torch.arange(2 * EAGER, dtype=torch.uint8)
+NOT_SHORT = {
+    "large": [BASE],
+    "overlapping": [BASE[:10], BASE[5:15]],
+    "strided": [BASE[:20:2]],
+}
+
+
+@pytest.mark.parametrize("tensors", NOT_SHORT.values(), ids=NOT_SHORT)
+def test_other_tensors_make_a_message_general(tensors):
+    assert not encode(m.CallResponse(1), flat_body(*tensors), EAGER).head.startswith(SHORT_MAGIC)
+
+
+def test_what_a_short_message_cannot_be_is_told():
+    head = bytearray(encode(m.CallResponse(1), flat_body(torch.ones(7)), EAGER).head)
+    for damaged in (head[:-1], head[:9], head[:2], head.replace(b"\x07\0\0\0", b"\x08\0\0\0", 1)):
+        assert read(damaged, []) == "refused"
+    content = list(marshal.loads(head[2:]))
+    for place, value in (
+        (0, 200),
+        (1, (1, 2, 3, 4)),
+        (5, ((6, False, (8,), b"1234"),)),
+        (5, ((99, 0, (), b""),)),
+    ):
+        changed = marshal.dumps(tuple(content[:place] + [value] + content[place + 1 :]), 4)
+        assert read(bytearray(SHORT_MAGIC + changed), []) == "refused"
 
 
 # --- damage ---

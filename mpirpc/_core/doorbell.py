@@ -1,0 +1,76 @@
+"""Waking a worker of the same host that sleeps: a datagram tells it to look at the network.
+
+An idle worker would otherwise have to look often, which costs a core some percent, or answer late. A ring is
+a hint: nothing is lost if none comes, the worker then looks a little later. Datagrams go to sockets in
+Linux' abstract namespace, which leave no files behind and cannot be reached from another host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+from collections.abc import Sequence
+
+
+class Doorbell:
+    """One worker's bell, and the way to those of the others.
+
+    Raises:
+        OSError: This system has no such sockets, or gives none.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.address = f"\0mpirpc-{os.getpid()}-{secrets.token_hex(8)}"
+        self._others: list[str] = []
+        try:
+            self._socket.bind(self.address)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def find(self, addresses: Sequence[str]) -> bool:
+        """Remember the bells of all workers, by rank; say whether each can be rung from here."""
+        self._others = list(addresses)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                for address in addresses:
+                    probe.connect(address)
+            except OSError:
+                return False
+        return True
+
+    def ring(self, rank: int) -> None:
+        """Wake a worker. Thread: any. Progress: never blocks; a bell that is full rings already."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"!", self._others[rank])
+
+    def ring_all(self) -> None:
+        """Wake all workers."""
+        for rank in range(len(self._others)):
+            self.ring(rank)
+
+    def ring_here(self) -> None:
+        """End this worker's :meth:`sleep`. Thread: any."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"!", self.address)
+
+    def sleep(self, timeout: float) -> bool:
+        """Sleep until somebody rings, ``timeout`` seconds at most; say whether it rang.
+
+        Thread: one at a time.
+        """
+        rang = False
+        with contextlib.suppress(OSError, ValueError):  # nothing more has come; or it was closed meanwhile
+            rang = bool(select.select([self._socket], [], [], timeout)[0])
+            while self._socket.recv(1):
+                pass
+        return rang
+
+    def close(self) -> None:
+        """Give the socket back; who sleeps wakes up."""
+        self.ring_here()
+        self._socket.close()
