@@ -8,16 +8,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
 
 from mpirpc._core.agent import Pending, WorkerInfo
 from mpirpc._core.call import Calls
-from mpirpc._core.current import get_current, get_current_or_none, set_process_runtime
+from mpirpc._core.current import get_current, get_current_or_none, is_forked, set_process_runtime
 from mpirpc._core.future import FirstError, Future
 from mpirpc._core.messages import Body
-from mpirpc._core.mpi_faults import end_job
+from mpirpc._core.mpi_faults import end_job, has_others
 from mpirpc._core.pickling import Call
 from mpirpc._core.runtime import Runtime
 from mpirpc._core.timing import deadline_after
@@ -49,8 +50,8 @@ T = TypeVar("T")
 
 To = str | int | WorkerInfo
 
-_has_broken_off = False
-"""Whether this rank left ``init_rpc`` while others may wait for it there."""
+_is_awaited = True
+"""Whether others may wait for this rank in ``init_rpc``: it has not called it yet, or broke off there."""
 
 
 def is_available() -> bool:
@@ -83,6 +84,8 @@ def init_rpc(
 
     Progress: blocks until all ranks have called it.
     """
+    global _is_awaited
+    _is_awaited = False
     running: Runtime | None = get_current_or_none()
     if running is not None:
         raise ConfigurationError(
@@ -95,13 +98,12 @@ def init_rpc(
             f"backend={backend!r} must be a BackendType", "leave it out, or use BackendType.MPI"
         )
     options = backend.construct_options() if rpc_backend_options is None else rpc_backend_options
-    global _has_broken_off
     try:
         set_process_runtime(init_backend(backend, name, rank, world_size, options))
     except RpcError:  # on all ranks alike, or before any waited for another
         raise
     except BaseException:  # Ctrl-C: the others go on waiting for this rank
-        _has_broken_off = True
+        _is_awaited = True
         raise
 
 
@@ -405,13 +407,14 @@ def debug_info() -> dict[str, Any]:
 def _stop_at_exit() -> None:
     """A program that ends without ``shutdown``: stop the threads before the interpreter goes.
 
-    If it ends by an exception, the others would wait for this worker for ever: end the job, its traceback is
-    printed.
+    If it ends by an exception, the others would wait for this worker for ever, in ``init_rpc`` if it did not
+    come through that: end the job, its traceback is printed.
     """
     runtime: Runtime | None = get_current_or_none()
     if runtime is None:
-        if _has_broken_off and getattr(sys, "last_value", None) is not None:
-            sys.stderr.write("mpirpc: init_rpc was broken off by an exception: ending the job\n")
+        if _is_awaited and _ended_by_exception() and not is_forked() and has_others():
+            sys.stderr.write("mpirpc: an exception ended this rank before it had joined: ending the job\n")
+            sys.stderr.flush()
             end_job(1)
         return
     if getattr(sys, "last_value", None) is not None and len(runtime.agent.workers) > 1:
@@ -420,6 +423,15 @@ def _stop_at_exit() -> None:
         runtime.transport.abort()
     warnings.warn(f"{runtime.agent.me} ends without mpirpc.shutdown()", RuntimeWarning, stacklevel=1)
     shutdown(graceful=False)
+
+
+def _ended_by_exception() -> bool:
+    """Say whether an exception has come out of the whole program: its traceback starts where nothing calls.
+
+    Test runners and the like leave ``sys.last_traceback``, too, for exceptions that they caught.
+    """
+    traceback: TracebackType | None = getattr(sys, "last_traceback", None)
+    return traceback is not None and traceback.tb_frame.f_back is None
 
 
 atexit.register(_stop_at_exit)

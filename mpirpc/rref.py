@@ -268,6 +268,7 @@ class RRef(Generic[T]):
         Raises:
             AutogradError: The value is no tensor, the context is unknown, or a user gave none: gradients of
                 what other workers did would be lost without a word.
+            RpcTimeoutError: Not over within the group's ``rpc_timeout``.
         """
         if self.is_owner():
             _backward(self, dist_autograd_ctx_id, retain_graph)
@@ -352,4 +353,4 @@ def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
-        rref._calls.autograd.backward(context_id, [value], retain_graph)
+        rref._calls.autograd.backward(context_id, [value], retain_graph, rref._limit(UNSET_TIMEOUT))

@@ -10,7 +10,7 @@ import pytest
 
 from tests._ranks.launch import ROOT, rank_environment, run_ranks
 
-PROGRAMS = ["parameter_server", "observers", "rnn", "pipeline", "batch_updating", "names"]
+PROGRAMS = ["parameter_server", "observers", "rnn", "pipeline", "batch_updating", "ddp", "names"]
 LIMIT = 150
 ENV = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 

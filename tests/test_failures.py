@@ -133,8 +133,9 @@ def test_a_training_goes_on_without_a_rank_that_was_killed():
 def test_a_stopped_peer_costs_timeouts_only():
     finished = run_ranks(3, ["-m", "tests.programs.stopping"], timeout=LIMIT, env=ENV)
     assert (finished.rc, finished.timed_out) == (0, False), finished.output
-    for moment in ("call", "fetch", "shutdown"):
+    for moment in ("call", "fetch", "backward in time", "shutdown"):
         assert said(finished.output, moment).startswith("RpcTimeoutError: "), finished.output
+    assert "no answer yet from 'worker1' (rank 1)" in said(finished.output, "backward in time")
     expected = {"call elsewhere": "2", "call afterwards": "1", "fetch afterwards": "3"}
     expected |= {
         "backward waits": "True",
@@ -262,6 +263,55 @@ def test_finalize_by_the_program_stops_rpc(tmp_path):
     assert finished.output.count("afterwards: NotInitializedError") == 2, finished.output
 
 
+BEFORE = """
+import mpirpc as rpc
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+    raise ValueError("not even begun")
+rpc.init_rpc()
+print("this rank goes on")
+"""
+
+
+@pytest.mark.parametrize("before", [(), ("-m",)], ids=["script", "module"])
+def test_an_exception_before_init_rpc_ends_the_job(tmp_path, before):
+    (tmp_path / "before.py").write_text(BEFORE)
+    program = "before" if before else str(tmp_path / "before.py")
+    finished = run_ranks(2, [*before, program], timeout=LIMIT, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert (finished.rc, finished.timed_out) == (1, False), finished.output
+    assert finished.output.count("ValueError: not even begun") == 1
+    assert "an exception ended this rank before it had joined: ending the job" in finished.output
+    assert "goes on" not in finished.output
+
+
+def test_an_exception_in_a_job_of_one_rank_is_left_to_python(tmp_path):
+    (tmp_path / "before.py").write_text(BEFORE)
+    finished = run_ranks(1, [str(tmp_path / "before.py")], timeout=LIMIT, env=ENV)
+    assert (finished.rc, finished.timed_out) == (1, False), finished.output
+    assert "ending the job" not in finished.output
+
+
+CAUGHT = """
+import sys
+import mpirpc as rpc
+from mpi4py import MPI
+def run_tests():
+    try:
+        raise ValueError("a test failed")
+    except ValueError as error:
+        sys.last_value, sys.last_traceback = error, error.__traceback__
+run_tests() if MPI.COMM_WORLD.rank else None
+MPI.COMM_WORLD.Dup().Barrier()
+"""
+
+
+def test_an_exception_that_was_caught_ends_nothing(tmp_path):
+    """As a test runner does it, for debuggers."""
+    (tmp_path / "caught.py").write_text(CAUGHT)
+    finished = run_ranks(2, [str(tmp_path / "caught.py")], timeout=LIMIT, env=ENV)
+    assert (finished.rc, finished.output) == (0, ""), finished.output
+
+
 INTERRUPTED = """
 import os, signal, sys, threading
 import mpirpc as rpc
@@ -290,4 +340,4 @@ def test_ctrl_c_inside_init_rpc_is_heard_and_ends_the_job(tmp_path):
     assert not finished.timed_out, finished.output
     assert finished.rc != 0
     assert "KeyboardInterrupt" in finished.output
-    assert "init_rpc was broken off by an exception: ending the job" in finished.output
+    assert "an exception ended this rank before it had joined: ending the job" in finished.output

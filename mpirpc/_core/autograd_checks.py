@@ -9,6 +9,12 @@ import torch
 
 from mpirpc.errors import AutogradError
 
+_NO_HISTORY = (
+    "nothing that requires grad went into it; gradients from get_gradients have no history: distributed "
+    "autograd computes first derivatives only, so compute an inner derivative inside one function, on the "
+    "worker that is called"
+)
+
 
 def check_types(context_id: Any, roots: Any) -> None:
     """Raise TypeError for what is no context id, and no list of tensors."""
@@ -34,7 +40,8 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
     for position, root in enumerate(roots):
         problem = next(_problems(root), "")
         if problem:
-            raise AutogradError(f"roots[{position}] (shape {tuple(root.shape)}): {problem}")
+            hint = "" if root.requires_grad else _NO_HISTORY
+            raise AutogradError(f"roots[{position}] (shape {tuple(root.shape)}): {problem}", hint)
 
 
 def _problems(root: torch.Tensor) -> Iterator[str]:

@@ -31,7 +31,7 @@ from mpirpc._core.messages import (
     PassId,
 )
 from mpirpc._core.profiling import shown_as
-from mpirpc._core.timing import UNLIMITED
+from mpirpc._core.timing import deadline_after
 from mpirpc.errors import AutogradError, InternalError, RpcError
 
 __all__ = ["AutogradEngine", "AutogradPorts", "AutogradStats"]
@@ -278,20 +278,27 @@ class AutogradEngine:
         context_id: int,
         roots: Sequence[torch.Tensor],
         retain_graph: bool = False,
-        deadline: float = UNLIMITED,
+        timeout: float = 0,
     ) -> None:
         """Compute the gradients of the sum of ``roots`` on all workers that took part, into the context.
+
+        Args:
+            context_id: The context.
+            roots: Scalar tensors of this worker.
+            retain_graph: Keep the graphs for another pass.
+            timeout: Limit of the pass in seconds; 0 means none.
 
         Raises:
             TypeError: An argument is not what it should be.
             AutogradError: No such context; a root that is no scalar, requires no grad or has no graph; or the
                 pass failed on another worker, with the exception from there as cause.
-            RpcTimeoutError: Not over at the deadline.
+            RpcTimeoutError: Not over in time.
             BaseException: What failed at this worker, as it was raised.
         """
         check_types(context_id, roots)
         context = self.retrieve(context_id)
         check_roots(roots)
+        deadline = deadline_after(timeout)
         ones = [torch.ones_like(root) for root in roots]
         edges = [edge_of(root) for root in roots]
         with self._lock:
@@ -304,7 +311,7 @@ class AutogradEngine:
             with shown_as("torch::distributed::autograd::backward"):
                 runner.work(runner.build(edges, ones))
                 runner.fail_if_lost(self._gone)
-                runner.wait(deadline)
+                runner.wait(timeout, deadline)
         except BaseException as error:
             runner.fail(error)
             raise

@@ -94,6 +94,13 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_gradients: Any) -> Any:
         """Refuse: a pass of ours stops before this node, so this is a plain local ``backward``."""
+        if torch.is_grad_enabled():  # torch's mark of create_graph=True
+            raise AutogradError(
+                "a local backward pass with create_graph=True reached tensors that were received by RPC: "
+                "distributed autograd computes first derivatives only",
+                hint="compute the inner derivative inside one function, on the worker that is called, and "
+                "return what depends on it; then use mpirpc.autograd.backward",
+            )
         raise AutogradError(
             "a local backward() reached tensors that were received by RPC",
             hint="use mpirpc.autograd.backward(context_id, [loss]), it goes on at the worker they came from",

@@ -271,6 +271,8 @@ class PassRunner:
         slots = [edge for i in task.recvs for edge in snapshot.recv_edges[i] if edge is not None]
         with shown_as("torch::distributed::autograd::SendRpcBackward"):
             found = run(outputs, gradients, [*leaves, *slots], self.retain_graph or not task.last)
+        if self.error is not None:
+            return []  # likewise: the context may be in use by the next pass
         answers = _sort_answers(snapshot, task, found[len(leaves) :])
         self._accumulate(snapshot.graph.hooked, leaves, found, answers)
         with_gradient = [i for i, gs in answers.items() if any(g is not None for g in gs)]
@@ -310,6 +312,8 @@ class PassRunner:
             self._unhooked = {}
         if edges:
             found = run_hooks(edges, gradients)
+            if self.error is not None:
+                return []
             with context.gradients_lock:
                 pairs = [(leaf_of(edge), g) for edge, g in zip(edges, found, strict=True) if g is not None]
                 accumulate(context.gradients, pairs, self._taken)
@@ -363,8 +367,14 @@ class PassRunner:
 
     # --- end ---
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, timeout: float, deadline: float) -> None:
         """Wait for the end of the pass everywhere, doing runs meanwhile. Thread: ``backward``'s.
+
+        A run that is done here is not broken off at the deadline: it is looked at in between.
+
+        Args:
+            timeout: What the deadline was made from, in seconds.
+            deadline: On the monotonic clock.
 
         Raises:
             BaseException: What failed, here or elsewhere; RpcTimeoutError when the deadline passed.
@@ -380,19 +390,22 @@ class PassRunner:
             if event is None:
                 self.work(runs)
             elif not event.wait(deadline):
-                self._time_out()
+                self._time_out(timeout)
 
-    def _time_out(self) -> None:
+    def _time_out(self, timeout: float) -> None:
         with self._lock:
             if self._finished or self._handed or self.error is not None or self._protocol is None:
                 return
-            missing = set(self._protocol.open_sends().values())
-        names = ", ".join(self._ports.describe(rank) for rank in sorted(missing)) or "acknowledgements"
+            missing = self._protocol.waits_for()
+        names = ", ".join(self._ports.describe(rank) for rank in sorted(missing))
         self.fail(
             RpcTimeoutError(
-                f"backward pass {self.pass_id} of context {self._context.context_id} is not over at its "
-                f"deadline; still waiting for: {names}",
+                f"backward pass {self.pass_id} of context {self._context.context_id} ran for more than set "
+                f"timeout ({timeout:g} s): no answer yet from {names}",
+                "raise timeout=, or look at these workers: a hook or function may still be running there, or "
+                "they wait for others that their calls went to",
                 worker=names,
+                timeout=timeout,
             )
         )
 

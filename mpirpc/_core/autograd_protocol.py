@@ -131,6 +131,7 @@ class BackwardPass:
     """
 
     def __init__(self, rank: int, structure: Structure, parent: int | None) -> None:
+        self._rank = rank
         self._structure = structure
         self._parent = parent
         self._ids = tuple(structure.dests)
@@ -147,7 +148,7 @@ class BackwardPass:
         self._owes_hooks = structure.has_hooks
         self._heard = {rank}  # workers known to be engaged
         self._asked: set[int] = set()  # workers that were sent a message that wants an acknowledgement
-        self._num_acks = 0  # acknowledgements still to come from those
+        self._unacknowledged: set[int] = set()  # those of them that have not sent it: Ack, Gradient take out
         self._owes_parent = False  # the parent's message is to be acknowledged when all is done
         self._sent_up_to: dict[int, int] = {}  # worker -> highest send id that it knew when it was engaged
         self._late: dict[int, list[int]] = {}  # source not heard of yet -> recvs attached after the start
@@ -184,14 +185,15 @@ class BackwardPass:
         """The answer to one of our sends; ignored if it is not open (cancelled, or sent after the start)."""
         if not self.failed:
             self._hear(source, sent_up_to, wants_ack)
-            self._num_acks -= acks
+            if acks:
+                self._unacknowledged.discard(source)
             self._resolve(send_id, has_gradient)
         return self._settle()
 
     def on_ack(self, source: int) -> list[Action]:
         """All work that our message to ``source`` set off is over."""
         self._heard.add(source)
-        self._num_acks -= 1
+        self._unacknowledged.discard(source)
         return self._settle()
 
     def on_send_cancelled(self, send_id: int) -> list[Action]:
@@ -245,6 +247,11 @@ class BackwardPass:
     def open_sends(self) -> dict[int, int]:
         """Sends that wait for their answer: id -> rank they were sent to."""
         return {i: dest for i, dest in self._structure.dests.items() if self.is_open(i)}
+
+    def waits_for(self) -> set[int]:
+        """Workers that must do something before this one is done; itself while runs are going on here."""
+        own = {self._rank} if self._num_running else set()
+        return own | self._unacknowledged | set(self.open_sends().values())
 
     # --- steps ---
 
@@ -328,7 +335,7 @@ class BackwardPass:
         if dest in self._heard or dest in self._asked:
             return False
         self._asked.add(dest)
-        self._num_acks += 1
+        self._unacknowledged.add(dest)
         return True
 
     def _settle(self) -> list[Action]:
@@ -342,7 +349,7 @@ class BackwardPass:
             self._owes_hooks = False
             self._num_running = 1
             actions.append(RunHooks())
-        if not (self._open or self._num_running or self._num_acks):
+        if not (self._open or self._num_running or self._unacknowledged):
             if not self.done:
                 self.done = True
                 self._forget()

@@ -98,6 +98,11 @@ def end_job(status: int) -> None:
     MPI.COMM_WORLD.Abort(status)
 
 
+def has_others() -> bool:
+    """Say whether MPI runs, and this job has other ranks."""
+    return MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
+
+
 def call_at_finalize(callback: Callable[[], None]) -> None:
     """Have ``callback()`` called when the program calls ``MPI.Finalize``, while MPI still works; once only.
 

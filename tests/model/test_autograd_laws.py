@@ -124,7 +124,7 @@ class Program:
             ]
 
             def work(rank=rank, root=root, retain_graph=retain_graph):
-                self.engines[rank].backward(self.context_id, [root], retain_graph, deadline=1.0)
+                self.engines[rank].backward(self.context_id, [root], retain_graph, timeout=1)
 
             if retain_graph and self.rng.random() < 0.4:
                 self.cluster.works.append(work)  # begins somewhere inside the next one

@@ -32,6 +32,10 @@ def drive():
         os.kill(pid, signal.SIGSTOP)
         tell("call", lambda: rpc.rpc_sync("worker1", abs, args=(-1,), timeout=LIMIT))
         tell("fetch", lambda: rref.to_here(timeout=LIMIT))
+        tell(
+            "backward in time",
+            lambda: rpc.autograd.backward(context_id, [loss], retain_graph=True, timeout=LIMIT),
+        )
         passing = threading.Thread(
             target=tell, args=("backward", lambda: rpc.autograd.backward(context_id, [loss]))
         )

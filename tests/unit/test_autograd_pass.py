@@ -276,10 +276,42 @@ def test_messages_of_a_failed_pass_are_dropped(box):
 def test_deadline_names_who_is_missing(box):
     box.cluster.introduce(box.context_id, 0, 1)
     box.engines[0].attach_send(box.context_id, 1, [leaf()])  # its message never arrives
-    with pytest.raises(RpcTimeoutError, match=r"deadline; still waiting for: 'worker1' \(rank 1\)"):
-        box.backward(leaf().sum(), deadline=1.0)
+    with pytest.raises(RpcTimeoutError, match=r"\(1 s\): no answer yet from 'worker1' ") as caught:
+        box.backward(leaf().sum(), timeout=1)
+    assert (caught.value.worker, caught.value.timeout) == ("'worker1' (rank 1)", 1)
     box.cluster.drain()
     assert [engine.stats().passes for engine in box.engines] == [0, 0]
+
+
+def test_deadline_does_not_name_those_that_have_answered():
+    box = Box(4)
+    x = leaf()
+    root = (box.call(lambda a: a * 2, x, dest=1) + box.call(lambda a: a * 3, x, dest=3)).sum()
+    box.cluster.introduce(box.context_id, 0, 2)
+    box.engines[0].attach_send(box.context_id, 2, [leaf()])  # its message never arrives
+    with pytest.raises(RpcTimeoutError, match=r"no answer yet from 'worker2' \(rank 2\)\n"):
+        box.backward(root, timeout=1)
+    box.close()
+
+
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_what_a_run_finds_after_the_failure_is_dropped(box, way):
+    """The pass ends while user code of it runs: the context may be in use by the next one by then."""
+    w = leaf(3.0, 4.0)
+
+    def fail(_gradient):
+        pass_id = PassId(0, 1)
+        body = Ports(box.cluster, 0).dump_error(ValueError("over"))
+        box.engines[1].on_message(0, BackwardFailed(box.context_id, pass_id, failed_on=0), body)
+
+    handle = getattr(w, way)(fail)
+    root = box.call(lambda a: a * w, leaf()).sum()
+    with pytest.raises(AutogradError, match="over"):
+        box.backward(root, retain_graph=True)
+    assert box.gradient(1, w) is None
+    handle.remove()
+    box.backward(root)
+    assert box.gradient(1, w) == [1, 2]
 
 
 def test_lost_worker_ends_passes_that_need_it(box):
@@ -358,7 +390,7 @@ def test_workers_with_threads_run_passes_side_by_side():
             context_id = engine.new_context()
             root = forward(context_id, rank)
             for number in range(num_passes):
-                engine.backward(context_id, [root], retain_graph=number < num_passes - 1, deadline=60.0)
+                engine.backward(context_id, [root], retain_graph=number < num_passes - 1, timeout=60)
             found = [cluster.engines[r].get_gradients(context_id)[weights[r]] for r in range(size)]
             engine.release_context(context_id)
             return found

@@ -272,6 +272,22 @@ def test_late_recv_is_answered_when_its_source_turns_out_to_be_engaged():
 # --- A5: failure ---
 
 
+def test_waits_for_open_sends_acknowledgements_and_its_own_runs():
+    """The root sent 11 to B; nothing reaches recv 22 from C, so C must acknowledge a "none"."""
+    components = (Component(0b1, (), True), Component(0b10, (21,), False))
+    worker = BackwardPass(ME, Structure({11: B, ROOTS: ME}, {21: A, 22: C}, {21: 0b10}, components), None)
+    [run] = [action for action in worker.start() if isinstance(action, StartRun)]
+    assert worker.waits_for() == {ME, B, C}
+    worker.on_run_finished(run, {21})
+    assert worker.waits_for() == {A, B, C}
+    worker.on_ack(A)
+    gradient(worker, C, 99, has_gradient=False, acks=True)
+    assert worker.waits_for() == {B}
+    gradient(worker, B, 11, has_gradient=False, acks=True)
+    assert worker.waits_for() == set()
+    assert worker.done
+
+
 def test_failure_is_told_to_every_neighbour_once():
     worker = BackwardPass(ME, SERVED_CALL, parent=A)
     begin(worker, A)
