@@ -293,15 +293,11 @@ def test_what_a_short_message_cannot_be_is_told():
     head = bytearray(encode(m.CallResponse(1), flat_body(torch.ones(7)), EAGER).head)
     for damaged in (head[:-1], head[:9], head[:2], head.replace(b"\x07\0\0\0", b"\x08\0\0\0", 1)):
         assert read(damaged, []) == "refused"
-    content = list(marshal.loads(head[2:]))
-    for place, value in (
-        (0, 200),
-        (1, (1, 2, 3, 4)),
-        (5, ((6, False, (8,), b"1234"),)),
-        (5, ((99, 0, (), b""),)),
-    ):
-        changed = marshal.dumps(tuple(content[:place] + [value] + content[place + 1 :]), 4)
-        assert read(bytearray(SHORT_MAGIC + changed), []) == "refused"
+    content = marshal.loads(head[2:])
+    wrong_tensors = [((6, False, (8,), b"1234"),), ((99, False, (), b""),), ((6, False),)]
+    for place, value in [(0, 200), (1, (1, 2, 3, 4)), *((5, tensors) for tensors in wrong_tensors)]:
+        changed = (*content[:place], value, *content[place + 1 :])
+        assert read(bytearray(SHORT_MAGIC + marshal.dumps(changed)), []) == "refused"
 
 
 # --- damage ---
