@@ -50,7 +50,7 @@ class profile_served_calls:
         self.calls: list[list[FunctionEvent]] = []
 
     def __enter__(self) -> profile_served_calls:
-        self._observers: Any = get_current().calls.observers
+        self._observers: Any = get_current().server.observers
         self._observers.append(self._note)
         return self
 

@@ -15,6 +15,7 @@ from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, WorkerInfo, seconds_left
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.call import Calls
+from mpirpc._core.contents import Contents
 from mpirpc._core.current import add_runtime, set_thread_runtime
 from mpirpc._core.error_transfer import dump_error, fresh, load_error
 from mpirpc._core.gathering import Gathering
@@ -22,6 +23,7 @@ from mpirpc._core.messages import Body, ForkDescriptor, Message
 from mpirpc._core.pickling import RRefHook
 from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_store import RRefStore
+from mpirpc._core.serve import Server
 from mpirpc._core.survivors import Survivors
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
@@ -96,7 +98,9 @@ class Runtime:
         for kind in (m.BackwardBegin, m.Gradient, m.BackwardAck, m.BackwardFailed, m.ContextRelease):
             self.agent.handlers[kind] = self._on_autograd
         hook = RRefHook(RRef, self._fork, self.store.cancel_fork, options.reducers)
-        self.calls = Calls(self.agent, self.store, self.autograd, hook, self._make_rref)
+        contents = Contents(self.store, self.autograd, hook, self._make_rref)
+        self.calls = Calls(self.agent, contents)
+        self.server = Server(self.agent, self.store, contents)
         self.gathering = Gathering(self.calls)
         self._survivors = Survivors(self.agent, transport) if transport.survives_losses else None
         self.is_running = True
@@ -206,7 +210,7 @@ class Runtime:
         return (
             self.agent.is_quiet()
             and self.store.is_quiet()
-            and self.calls.num_open == 0
+            and self.server.num_open == 0
             and not self.transport.has_unfinished()
         )
 
@@ -238,7 +242,7 @@ class Runtime:
 
     def _what_is_open(self) -> str:
         return (
-            f"{self.agent.num_pending} requests pending, {self.calls.num_open} calls not answered, "
+            f"{self.agent.num_pending} requests pending, {self.server.num_open} calls not answered, "
             f"{self.store.stats().pending} RRef handles unconfirmed here"
         )
 
@@ -262,9 +266,9 @@ class Runtime:
         return {
             **({} if gil_wait is None else {"gil_wait_us": gil_wait.average_us}),
             "calls_sent": self.agent.num_requests,
-            "calls_served": self.calls.num_served,
+            "calls_served": self.server.num_served,
             "pending_calls": self.agent.num_pending,
-            "open_calls": self.calls.num_open,
+            "open_calls": self.server.num_open,
             "messages_sent": transport.messages_sent,
             "messages_received": transport.messages_received,
             "bytes_sent": transport.bytes_sent,

@@ -92,7 +92,7 @@ def _get_type(rref: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> 
 
 def _serialize(rref: RRef[Any]) -> Any:
     """Fork the handle, as sending it would, and take the fork back."""
-    hook = rref._calls._hook
+    hook = rref._calls.contents.hook
     hook.cancel(hook.fork(rref))
     raise NotImplementedError("an RRef's fork is not data here")
 

@@ -48,7 +48,7 @@ def call(request, cluster):
     yield WAYS[request.param]
     for to in (0, 1):
         assert rpc.rpc_sync(to, max, args=(1, 2)) == 2
-    assert [runtime.calls.num_open for runtime in cluster.runtimes] == [0, 0, 0]
+    assert [runtime.server.num_open for runtime in cluster.runtimes] == [0, 0, 0]
     assert [runtime.agent.num_pending for runtime in cluster.runtimes] == [0, 0, 0]
 
 

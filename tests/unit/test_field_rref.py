@@ -109,7 +109,7 @@ def test_shutdown_right_after_a_chain_of_handles_began():
         with cluster.on(0):
             rpc.rpc_async(1, pass_on, args=([2, 0, 1] * 4, [rpc.RRef(torch.ones(1)), rpc.remote(2, list)]))
         cluster.shutdown()  # raises RRefError if a value is still referenced
-        assert sum(runtime.calls.num_served for runtime in cluster.runtimes) == 14
+        assert sum(runtime.server.num_served for runtime in cluster.runtimes) == 14
         assert [runtime.debug_info()["owned_rrefs"] for runtime in cluster.runtimes] == [0, 0, 0]
 
 

@@ -101,14 +101,14 @@ def test_calls_that_time_out_do_not_pile_up_at_their_callee(cluster):
         with contextlib.suppress(rpc.RpcTimeoutError):
             rpc.rpc_async("worker1", pass_gate, args=(bytes(1000),), timeout=0.01).wait()
     assert cluster.runtimes[0].agent._flow.is_full(1)
-    assert cluster.runtimes[1].calls.num_open < 20
+    assert cluster.runtimes[1].server.num_open < 20
     GATE.set()
 
 
 def test_held_up_caller_has_its_deadline(cluster):
     futures = []
     thread = started_until_full(cluster, futures)
-    served = cluster.runtimes[1].calls.num_served
+    served = cluster.runtimes[1].server.num_served
     with pytest.raises(rpc.RpcTimeoutError):
         rpc.rpc_async("worker1", nothing, timeout=0.01)
     with pytest.raises(rpc.RpcTimeoutError):
@@ -116,7 +116,7 @@ def test_held_up_caller_has_its_deadline(cluster):
     GATE.set()
     thread.join(LIMIT)
     assert rpc.wait(futures) == [None] * 8
-    assert cluster.runtimes[1].calls.num_served == served + 8  # neither was sent
+    assert cluster.runtimes[1].server.num_served == served + 8  # neither was sent
 
 
 # --- the same call to several workers ---

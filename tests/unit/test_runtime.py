@@ -58,7 +58,7 @@ def test_graceful_end_waits_for_running_calls():
 def test_graceful_end_waits_for_calls_that_calls_make():
     with LoopbackCluster(2) as cluster, cluster.on(0):
         rpc.rpc_async(1, chain, args=(20,))
-    assert sum(runtime.calls.num_served for runtime in cluster.runtimes) == 21
+    assert sum(runtime.server.num_served for runtime in cluster.runtimes) == 21
 
 
 def test_graceful_end_waits_for_held_messages():
