@@ -32,6 +32,8 @@ def train_once(neighbour: str) -> float:
         second = rpc.remote(neighbour, random_parameter)
         before = [first.to_here(), second.to_here()]
         loss = (before[0] + before[1]).sum()
+        # The gradient of a sum is one everywhere.
+        expected = [value.detach() - LEARNING_RATE for value in before]
 
         # Backward pass: the gradients go to the neighbour, and stay there, in this context.
         dist_autograd.backward(context_id, [loss])
@@ -40,9 +42,8 @@ def train_once(neighbour: str) -> float:
         optimizer = DistributedOptimizer(optim.SGD, [first, second], lr=LEARNING_RATE)
         optimizer.step(context_id)
 
-        # The gradient of a sum is one everywhere.
-        for old, new in zip(before, [first.to_here(), second.to_here()], strict=True):
-            torch.testing.assert_close(new, old - LEARNING_RATE)
+        for new, value in zip([first.to_here(), second.to_here()], expected, strict=True):
+            torch.testing.assert_close(new, value)
         return loss.item()
 
 

@@ -16,6 +16,7 @@ import faulthandler
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -106,12 +107,30 @@ def rpc_world(request: pytest.FixtureRequest) -> Iterator[RpcWorld]:
 # --- both sides ---
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marks; on an inner rank, begin to write reports."""
+    """Declare the marks; on a rank, set its temporary folder; on an inner one, begin to write reports."""
     config.addinivalue_line("markers", "ranks(n, timeout=60): run this test on n ranks of a job of its own")
     config.addinivalue_line("markers", "rpc_options(**options): MPIRpcBackendOptions of rpc_world's group")
     if folder := os.environ.get(FOLDER):
+        own = Path(folder) / f"rank{get_job().rank}"
+        own.mkdir()
+        config.option.basetemp = str(own / "tmp")
         config.pluginmanager.register(_Inner(config, Path(folder)), "mpirpc-inner-rank")
+    elif any(name in os.environ for name in LAUNCHED):
+        config.option.basetemp = _own_basetemp(config)
+
+
+def _own_basetemp(config: pytest.Config) -> str:
+    """Return this rank's base of ``tmp_path``.
+
+    The ranks of a job must not share one, nor pytest's default: each would remove what others look at.
+    """
+    if given := config.getoption("basetemp", None):
+        return f"{given}-rank{get_job().rank}"
+    folder = tempfile.mkdtemp(prefix="mpirpc-pytest-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return os.path.join(folder, "tmp")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -177,9 +196,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     start = time.time()
-    with tempfile.TemporaryDirectory(prefix="mpirpc-pytest-") as folder:
-        finished = _launch(item, ranks, Path(folder))
-        report = _merge(item, ranks, Path(folder), finished)
+    # Not removed here: the ranks' tmp_path are in it, and pytest keeps those of its last runs. Only fixtures
+    # get the factory otherwise.
+    folder = item.config._tmp_path_factory.mktemp("ranks")  # type: ignore[attr-defined]
+    finished = _launch(item, ranks, folder)
+    report = _merge(item, ranks, folder, finished)
     report.start, report.stop = start, time.time()
     report.duration = report.stop - start
     item.ihook.pytest_runtest_logreport(report=report)

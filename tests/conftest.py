@@ -1,12 +1,15 @@
 """Set up every test run, with and without ranks.
 
 Without mpirun this file only says which launcher the MPI suites will use. Under mpirun, where pytest-mpi's
-``--with-mpi`` is required, it puts in the plugin that keeps the ranks in step.
+``--with-mpi`` is required, it puts in the plugin that keeps the ranks in step, and gives each rank a
+temporary root of its own.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import hypothesis
@@ -32,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if ranks:
         from tests._ranks.in_step import InStep
 
+        _own_temporary_root(config)
         _drop_summary_of_pytest_mpi(config)
         _require_threads()
         config.pluginmanager.register(InStep(config), "in-step")
@@ -62,6 +66,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _with_mpi(config: pytest.Config) -> bool:
     return bool(config.getoption("--with-mpi") or config.getoption("--only-mpi"))
+
+
+def _own_temporary_root(config: pytest.Config) -> None:
+    """Give this rank a root for ``tmp_path`` that is removed when its pytest ends.
+
+    pytest's own is one for all pytests of a user, each of which removes old folders at its end. Ranks end
+    together: one finds that another has just removed a folder, and a warning ends it with status 1.
+    """
+    variable = "PYTEST_DEBUG_TEMPROOT"  # read when tmp_path is first used
+    above = os.environ.get(variable)
+    root = tempfile.mkdtemp(prefix="mpirpc-rank-", dir=above)
+    os.environ[variable] = root
+
+    def restore() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        if above is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = above
+
+    config.add_cleanup(restore)
 
 
 def _require_threads() -> None:

@@ -30,7 +30,7 @@ from mpirpc.cli.bench_rows import (
     times_faster,
 )
 from mpirpc.cli.bench_work import WORK
-from tests._ranks.launch import run_ranks
+from tests._ranks.launch import ROOT, run_ranks
 
 BENCH = ["-m", "mpirpc", "bench", "--quick"]
 
@@ -118,24 +118,30 @@ def test_one_rank_is_told_how_to_start():
     assert "Traceback" not in finished.output
 
 
-def test_unknown_rows_are_answered_with_the_list():
-    finished = run_bench(2, "--rows", "nothing like this")
-    assert finished.rc == 2
-    assert "remote + to_here" in finished.output
+SEVERAL_TIMES = """
+import sys
+from mpirpc.__main__ import main
+for options in {}:
+    print("status", main(["bench", "--quick", *options]), flush=True)
+"""
 
 
-def test_missing_matplotlib_gets_a_sentence_before_the_work(tmp_path):
+def test_what_cannot_be_done_is_refused_before_the_work(tmp_path):
+    """Unknown rows are answered with the list, a missing matplotlib or an unwritable file with a sentence."""
     (tmp_path / "matplotlib.py").write_text("raise ImportError('hidden by the test')\n")
-    finished = run_bench(2, "--plot", "x.png", env={"PYTHONPATH": str(tmp_path)})
-    assert finished.rc == 2
-    assert "pip install mpirpc[bench]" in finished.output
+    refused = [
+        ["--rows", "nothing like this"],
+        ["--plot", "x.png"],
+        ["--rows", "no-op|init", "--json", str(tmp_path / "missing" / "x.json")],
+    ]
+    argv = ["-c", SEVERAL_TIMES.format(refused)]
+    finished = run_ranks(2, argv, timeout=180, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert finished.rc == 0, finished.output
+    # Rank 0 writes the files, and hears alone that one of them cannot be.
+    assert finished.output.count("status 2") == 2 * len(refused) - 1, finished.output
+    for said in ("remote + to_here", "pip install mpirpc[bench]", "cannot write"):
+        assert said in finished.output
     assert "Traceback" not in finished.output
-
-
-def test_a_file_that_cannot_be_written_ends_it_before_the_work(tmp_path):
-    finished = run_bench(2, "--rows", "no-op|init", "--json", str(tmp_path / "missing" / "x.json"))
-    assert finished.rc == 2
-    assert "cannot write" in finished.output
 
 
 # --- the torch peer ---

@@ -18,7 +18,7 @@ def sample(tmp_path):
     return run
 
 
-def test_failure_of_one_rank_is_everybodys_and_the_rest_runs(sample):
+def test_failure_of_one_rank_is_everybodys_and_the_rest_runs(sample, tmp_path):
     run = sample("one_rank_fails")
     outcomes = {result.nodeid.rpartition("::")[2]: result for result in run.results.tests}
     assert {name: result.outcome for name, result in outcomes.items() if result.outcome != "passed"} == {
@@ -39,6 +39,7 @@ def test_failure_of_one_rank_is_everybodys_and_the_rest_runs(sample):
     assert output.count("short test summary info") == 1
     assert "failed on rank(s) [1] of 2: AssertionError: call of rank 1" in output
     assert "skipped on rank(s) [1] of 2" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]  # no rank's temporary root
 
 
 def test_group_of_the_next_test_opens_whatever_the_last_did(sample):

@@ -1,6 +1,7 @@
-"""Plain ``pytest`` runs the MPI suites too: each folder under mpirun, at two sizes; inner tests are subtests.
+"""Plain ``pytest`` runs the MPI suites too: tests/mpi at two sizes, tests/parity; inner tests are subtests.
 
-``MPIRPC_TEST_SIZES`` (``"2 4"``) and ``MPIRPC_TEST_SUITE_LIMIT`` (seconds per folder and size) change that.
+``MPIRPC_TEST_SIZES`` (``"2 4"``, of tests/mpi) and ``MPIRPC_TEST_SUITE_LIMIT`` (seconds per folder and size)
+change that.
 To run one inner test by hand: ``mpirun -n 4 python -m pytest --with-mpi tests/mpi -k NAME``.
 """
 
@@ -8,19 +9,18 @@ import os
 
 import pytest
 
-from tests._ranks.launch import ROOT
 from tests._ranks.suite import run_suite
 
 SIZES = [int(word) for word in os.environ.get("MPIRPC_TEST_SIZES", "2 4").split()]
 LIMIT = float(os.environ.get("MPIRPC_TEST_SUITE_LIMIT", "900"))
-FOLDERS = [folder for folder in ("tests/mpi", "tests/parity") if any((ROOT / folder).glob("test_*.py"))]
+SUITES = [*((size, "tests/mpi") for size in SIZES), (2, "tests/parity")]
+"""The programs of tests/parity are for two workers."""
 
 END_OF_OUTPUT = 20_000
 """Characters of a broken-off run's output that are shown."""
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "folder"), SUITES)
 def test_mpi_suite(size, folder, tmp_path, subtests):
     run = run_suite(size, [folder], tmp_path, timeout=LIMIT)
     for result in run.results.tests:

@@ -1,6 +1,7 @@
 """The pytest plugin for users: a test file of theirs, run by plain pytest and by pytest under mpirun."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -30,6 +31,8 @@ def test_call(rpc_world, tmp_path):
     if rpc_world.rank == 0:
         assert rpc.rpc_sync(rpc_world.next, double, args=(21,)) == 42
     rpc_world.barrier()
+    above = str(tmp_path.parents[1])  # where pytest looks for old folders to remove
+    assert len(set(rpc.all_gather(above).values())) == 2
 
 
 class TestMany:
@@ -77,39 +80,72 @@ def test_without_ranks():
 """
 
 
-@pytest.fixture
-def suite(tmp_path):
-    """A folder with a test file; gives what runs tests of it by plain pytest."""
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_theirs.py").write_text(TESTS.replace("HANG", "45"))
-
-    def run(*names):
-        argv = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider"]
-        argv += [f"test_theirs.py::{name}" for name in names]
-        done = subprocess.run(
-            argv,
-            cwd=tmp_path,
-            env=rank_environment(ENV),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        return done.returncode, done.stdout
-
-    return run
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a test file of theirs."""
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_theirs.py").write_text(TESTS.replace("HANG", "45"))
+    return folder
 
 
-def test_good_outcomes_are_those_of_all_ranks(suite):
+def run_pytest(folder, *argv):
+    """Run plain pytest there; gives its exit status and what it wrote."""
+    return end_of(start_pytest(folder, *argv))
+
+
+def start_pytest(folder, *argv):
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", *argv],
+        cwd=folder,
+        env=rank_environment({**ENV, "PYTEST_DEBUG_TEMPROOT": str(folder)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end_of(process):
+    try:
+        output, _ = process.communicate(timeout=300)
+    except BaseException:
+        process.kill()
+        raise
+    return process.returncode, output
+
+
+def theirs(*names):
+    return [f"test_theirs.py::{name}" for name in names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hanging(folder):
+    """A run of the test that hangs: it takes its time while the other tests of this file run."""
+    process = start_pytest(folder, *theirs("test_hangs"))
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        end_of(process)
+
+
+@pytest.fixture(scope="module")
+def bad_run(folder):
+    """A run of tests that fail; gives its exit status and what it wrote."""
+    return run_pytest(folder, *theirs("test_one_rank_fails", "test_one_rank_dies"))
+
+
+def test_good_outcomes_are_those_of_all_ranks(folder):
     names = ["test_call", "TestMany", "test_skipped", "test_known", "test_without_ranks"]
-    status, output = suite(*names)
+    status, output = run_pytest(folder, *theirs(*names))
     assert status == 0, output
     assert "3 passed, 1 skipped, 1 xfailed" in output, output
 
 
-def test_a_failure_on_one_rank_fails_the_test_with_its_traceback(suite):
-    status, output = suite("test_one_rank_fails")
+def test_a_failure_on_one_rank_fails_the_test_with_its_traceback(bad_run):
+    status, output = bad_run
     assert status == 1, output
+    assert "2 failed" in output, output
+    output = output[output.index("_ test_one_rank_fails _") : output.index("_ test_one_rank_dies _")]
     assert "failed on rank(s) [1]" in output or "failed on rank(s) [0, 1]" in output, output
     first = output.index("--- rank 1 of 2 ---")
     assert "--- rank 0 of 2 ---" not in output[:first]
@@ -117,28 +153,36 @@ def test_a_failure_on_one_rank_fails_the_test_with_its_traceback(suite):
     assert "said by rank 1" in output
 
 
-def test_a_rank_that_dies_fails_the_test(suite):
-    status, output = suite("test_one_rank_dies")
+def test_a_rank_that_dies_fails_the_test(bad_run):
+    status, output = bad_run
     assert status == 1, output
+    output = output[output.index("_ test_one_rank_dies _") :]
     assert "ended after setup; the launcher's exit status is" in output, output
 
 
-def test_a_hang_ends_with_the_stacks_of_the_ranks(suite):
-    status, output = suite("test_hangs")
-    assert status == 1, output
-    assert "--- rank 0 of 2 ---\nnot done in 45 s; stopped after setup" in output, output
-    assert "in test_hangs" in output
-
-
-@pytest.mark.parametrize("mark", ['"two"', "2, tiemout=3", "0", ""])
-def test_a_wrong_mark_is_refused(tmp_path, mark):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    test = f"import pytest\n@pytest.mark.ranks({mark})\ndef test_it(): pass\n"
-    (tmp_path / "test_wrong.py").write_text(test)
-    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(argv, env=rank_environment(ENV), capture_output=True, text=True, check=False)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "test_wrong.py::test_it: wrong mark: " in done.stderr
+def test_a_wrong_mark_is_refused(tmp_path):
+    marks = {"word": '"two"', "misspelt": "2, tiemout=3", "zero": "0", "none": ""}
+    for name, mark in marks.items():
+        test = f"import pytest\n@pytest.mark.ranks({mark})\ndef test_it(): pass\n"
+        (tmp_path / f"test_{name}.py").write_text(test)
+    each = (
+        "import sys, pytest\n"
+        "for path in sys.argv[1:]:\n"
+        "    status = pytest.main(['-p', 'no:cacheprovider', '-p', 'mpirpc.pytest_plugin', path])\n"
+        "    print('status', int(status))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", each, *(f"test_{name}.py" for name in marks)],
+        env=rank_environment(ENV),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.count(f"status {pytest.ExitCode.USAGE_ERROR.value}") == len(marks), done.stdout
+    for name in marks:
+        assert f"test_{name}.py::test_it: wrong mark: " in done.stderr
 
 
 def test_the_example_of_the_documentation_runs(tmp_path):
@@ -146,25 +190,21 @@ def test_the_example_of_the_documentation_runs(tmp_path):
     conftest, example = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_double.py").write_text(example)
-    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_double.py"]
-    done = subprocess.run(
-        argv,
-        cwd=tmp_path,
-        env=rank_environment(ENV),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    status, output = run_pytest(tmp_path, "test_double.py")
+    assert status == 0, output
+    assert "1 passed" in output
 
 
-def test_under_mpirun_tests_run_right_there(tmp_path):
+def test_under_mpirun_tests_run_right_there(folder):
     """As pytest-mpi does it: pytest on every rank; tests for another number of ranks are skipped."""
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_theirs.py").write_text(TESTS.replace("HANG", "45"))
     argv = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", "test_call or TestMany"]
-    finished = run_ranks(2, [*argv, str(tmp_path)], timeout=120, env=ENV)
+    finished = run_ranks(2, [*argv, str(folder)], timeout=120, env=ENV)
     assert finished.rc == 0, finished.output
     assert finished.output.count("1 passed, 1 skipped") == 2, finished.output
+
+
+def test_a_hang_ends_with_the_stacks_of_the_ranks(hanging):
+    status, output = end_of(hanging)
+    assert status == 1, output
+    assert "--- rank 0 of 2 ---\nnot done in 45 s; stopped after setup" in output, output
+    assert "in test_hangs" in output

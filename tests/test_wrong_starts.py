@@ -3,8 +3,10 @@
 Launchers that this machine lacks are played by the variables that their ranks see (docs/running-on-slurm.md).
 """
 
+import functools
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,6 +24,17 @@ OTHER_MPIRUN = (
 """What the ranks see that the other library's mpirun starts."""
 
 INIT = "import mpirpc; mpirpc.init_rpc({}); print('started'); mpirpc.shutdown()"
+
+REFUSED = """
+import mpirpc
+for arguments in {}:
+    try:
+        mpirpc.init_rpc(**arguments)
+    except mpirpc.errors.ConfigurationError as error:
+        print("ConfigurationError:", error, flush=True)
+"""
+
+DOCTOR = "from mpirpc.__main__ import main; raise SystemExit(main(['doctor']))"
 
 WRONG = [
     (
@@ -57,9 +70,16 @@ def alone(argv, env):
     )
 
 
+@functools.cache
+def init_and_doctor(env):
+    """Run both alone in this environment, given as pairs, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(alone, [["-c", INIT.format("")], ["-m", "mpirpc", "doctor"]], [dict(env)] * 2))
+
+
 @pytest.mark.parametrize(("env", "problem", "remedy"), WRONG, ids=IDS)
 def test_init_rpc_refuses_ranks_that_mpi_does_not_know_of(env, problem, remedy):
-    finished = alone(["-c", INIT.format("")], env)
+    finished, _ = init_and_doctor(tuple(env.items()))
     assert finished.returncode == 1
     assert "ConfigurationError" in finished.stderr
     assert problem in finished.stderr
@@ -68,7 +88,7 @@ def test_init_rpc_refuses_ranks_that_mpi_does_not_know_of(env, problem, remedy):
 
 @pytest.mark.parametrize(("env", "problem", "remedy"), WRONG, ids=IDS)
 def test_doctor_refuses_ranks_that_mpi_does_not_know_of(env, problem, remedy):
-    finished = alone(["-m", "mpirpc", "doctor"], env)
+    _, finished = init_and_doctor(tuple(env.items()))
     assert finished.returncode == 1, finished.stdout + finished.stderr
     (line,) = [line for line in finished.stdout.splitlines() if line.startswith("FAULT")]
     assert problem in line
@@ -76,48 +96,39 @@ def test_doctor_refuses_ranks_that_mpi_does_not_know_of(env, problem, remedy):
     assert "all 1 rank(s) answer" not in finished.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            "world_size=4",
-            "world_size=4 was given, but MPI says 1; it runs without a launcher; start it with: mpirun -n 4",
-        ),
-        (
-            "'w1', rank=1",
-            "rank=1 was given, but MPI says 0; it runs without a launcher; start it with: mpirun -n 2",
-        ),
-    ],
-)
-def test_a_program_for_several_ranks_without_a_launcher(arguments, says):
-    finished = alone(["-c", INIT.format(arguments)], {})
-    assert finished.returncode == 1
-    assert says in finished.stderr
+def test_a_program_for_several_ranks_without_a_launcher():
+    refused = [{"world_size": 4}, {"name": "w1", "rank": 1}]
+    finished = alone(["-c", REFUSED.format(refused)], {})
+    assert (
+        "world_size=4 was given, but MPI says 1; it runs without a launcher; start it with: mpirun -n 4"
+        in finished.stdout
+    ), finished.stderr
+    assert (
+        "rank=1 was given, but MPI says 0; it runs without a launcher; start it with: mpirun -n 2"
+        in finished.stdout
+    )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "says"),
-    [(3, "start more ranks: mpirun -n 3"), (1, "leave it out, or give what MPI says")],
-)
-def test_a_world_of_another_size_is_refused_on_all_ranks(world_size, says):
-    program = INIT.format(f"world_size={world_size}")
+def test_a_world_of_another_size_is_refused_on_all_ranks():
+    sizes = {3: "start more ranks: mpirun -n 3", 1: "leave it out, or give what MPI says"}
+    program = REFUSED.format([{"world_size": size} for size in sizes])
     finished = run_ranks(2, ["-c", program], timeout=LIMIT, env={"PYTHONPATH": str(ROOT)})
-    assert (finished.rc, finished.timed_out) == (1, False), finished.output
-    assert finished.output.count("ConfigurationError: ") == 2
-    assert f"rank 0: world_size={world_size} was given, but MPI says 2; {says}" in finished.output
+    assert (finished.rc, finished.timed_out) == (0, False), finished.output
+    assert finished.output.count("ConfigurationError: ") == 4, finished.output
+    for size, says in sizes.items():
+        assert finished.output.count(f"rank 0: world_size={size} was given, but MPI says 2; {says}") == 2
 
 
 @pytest.mark.parametrize("level", ["single", "funneled"])
 def test_too_low_a_thread_level_is_refused(level):
-    setting = f"import mpi4py; mpi4py.rc.thread_level = '{level}'; "
-    refused = run_ranks(2, ["-c", setting + INIT.format("")], timeout=LIMIT, env={"PYTHONPATH": str(ROOT)})
-    assert (refused.rc, refused.timed_out) == (1, False), refused.output
-    assert "mpirpc needs MPI_THREAD_SERIALIZED" in refused.output
-    assert "remove mpi4py.rc.thread_level settings" in refused.output
-    look = "from mpirpc.__main__ import main; raise SystemExit(main(['doctor']))"
-    seen = run_ranks(2, ["-c", setting + look], timeout=LIMIT, env={"PYTHONPATH": str(ROOT)})
-    assert (seen.rc, seen.timed_out) == (1, False), seen.output
-    assert "hint: remove mpi4py.rc.thread_level" in seen.output
+    setting = f"import mpi4py; mpi4py.rc.thread_level = '{level}'\n"
+    argv = ["-c", setting + REFUSED.format([{}]) + DOCTOR]
+    finished = run_ranks(2, argv, timeout=LIMIT, env={"PYTHONPATH": str(ROOT)})
+    assert (finished.rc, finished.timed_out) == (1, False), finished.output
+    assert finished.output.count("ConfigurationError: ") == 2, finished.output
+    assert "mpirpc needs MPI_THREAD_SERIALIZED" in finished.output
+    assert "remove mpi4py.rc.thread_level settings" in finished.output
+    assert "hint: remove mpi4py.rc.thread_level" in finished.output
 
 
 def test_without_mpi_is_refused():

@@ -24,8 +24,12 @@ def run_suite(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
 ) -> SuiteRun:
-    """Run ``pytest --with-mpi *args`` on ``n`` ranks; ``scratch`` is an empty folder for the results file."""
+    """Run ``pytest --with-mpi *args`` on ``n`` ranks.
+
+    ``scratch`` is an empty folder, for the results file and the ranks' temporary folders.
+    """
     file = scratch / "results.jsonl"
     argv = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "--with-mpi", *args]
-    finished = run_ranks(n, argv, timeout, {**(env or {}), results.VARIABLE: str(file)})
+    places = {results.VARIABLE: str(file), "PYTEST_DEBUG_TEMPROOT": str(scratch)}
+    finished = run_ranks(n, argv, timeout, {**(env or {}), **places})
     return SuiteRun(finished, results.read(file))

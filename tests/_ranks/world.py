@@ -41,6 +41,9 @@ MUST_BE_ZERO = (
 SETTLE = 3.0
 """Seconds that the last delete messages of a test may take."""
 
+LOOKS_BEFORE = 10
+"""Looks at what is left before garbage is collected: under pytest that costs some tenths of a second."""
+
 
 @dataclass(frozen=True)
 class RpcWorld:
@@ -106,9 +109,9 @@ def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
     deadline = time.monotonic() + SETTLE
     looks = 0
     while (left := look()) and time.monotonic() < deadline:
-        if looks % 100 == 0:  # costs most of a second under pytest: only when something is left
-            gc.collect()
         looks += 1
+        if looks % 100 == LOOKS_BEFORE:  # for what is left in cycles
+            gc.collect()
         time.sleep(0.002)
     return left
 

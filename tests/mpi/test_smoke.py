@@ -18,6 +18,14 @@ def test_ranks_share_one_world():
 
 
 @pytest.mark.mpi(min_size=2)
+def test_ranks_share_no_temporary_root(rpc_world, tmp_path):
+    """pytest's own root is one for all, where ranks would remove each other's folders at their end."""
+    user_folder = tmp_path.parents[1]
+    assert user_folder.name.startswith("pytest-of-")
+    assert len(set(rpc.all_gather(str(user_folder)).values())) == rpc_world.size
+
+
+@pytest.mark.mpi(min_size=2)
 def test_every_rank_calls_every_rank(rpc_world):
     for name in rpc_world.names:
         total = rpc.rpc_sync(name, torch.add, args=(torch.ones(2), rpc_world.rank))
