@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,15 +34,6 @@ Described = tuple[Any, ...]
 """A tensor in a message: dtype, whether it requires grad, shape, bytes."""
 
 
-class Content(NamedTuple):
-    """What a short message says."""
-
-    kind: int
-    numbers: tuple[int, ...]
-    flat: Flat
-    tensors: tuple[Described, ...]
-
-
 def write_short(
     kind: int, numbers: Sequence[int], flat: Flat, tensors: Sequence[torch.Tensor], eager_limit: int
 ) -> bytes | None:
@@ -50,6 +41,17 @@ def write_short(
 
     Copies: the tensors, twice.
     """
+    described: tuple[Described, ...] | None = ()
+    if tensors:
+        described = _describe(tensors, eager_limit)
+        if described is None:
+            return None
+    name, values, lifted, _ = flat
+    content: Any = kind, numbers, name, values, lifted, described
+    return SHORT_MAGIC + marshal.dumps(content, _VERSION)
+
+
+def _describe(tensors: Sequence[torch.Tensor], eager_limit: int) -> tuple[Described, ...] | None:
     described: list[Described] = []
     spans: list[tuple[int, int]] = []
     for tensor in tensors:
@@ -61,11 +63,7 @@ def write_short(
         described.append(
             (code_of(tensor.dtype), tensor.requires_grad, tuple(tensor.shape), copy_from(address, nbytes))
         )
-    if len(spans) > 1 and not are_apart(spans):
-        return None
-    name, values, lifted, _ = flat
-    content: Any = kind, numbers, name, values, lifted, tuple(described)
-    return SHORT_MAGIC + marshal.dumps(content, _VERSION)
+    return tuple(described) if len(spans) < 2 or are_apart(spans) else None
 
 
 def flat_payload(flat: Flat) -> bytes:
@@ -73,17 +71,17 @@ def flat_payload(flat: Flat) -> bytes:
     return marshal.dumps(flat, 2)
 
 
-def read_short(head: bytearray) -> Content:
-    """Read what :func:`write_short` has written.
+def read_short(head: bytearray) -> tuple[int, tuple[int, ...], Flat, Sequence[Described]]:
+    """Read what :func:`write_short` has written: kind, numbers, what is flat, tensors.
 
     Raises:
         RemoteProtocolError: It ends too early.
     """
     try:
-        kind, numbers, name, values, lifted, tensors = marshal.loads(memoryview(head)[2:])
+        kind, numbers, name, values, lifted, described = marshal.loads(memoryview(head)[2:])
     except (EOFError, ValueError, TypeError) as error:
         raise RemoteProtocolError(f"a short message of {len(head)} bytes cannot be read: {error}") from error
-    return Content(kind, numbers, (name, values, lifted, ()), tensors)
+    return kind, numbers, (name, values, lifted, ()), described
 
 
 def rebuild_short(described: Sequence[Described]) -> tuple[list[torch.Tensor], list[bool]]:

@@ -113,7 +113,7 @@ _KINDS: tuple[Any, ...] = (
 _FIELDS = {cls: _derive(place + 1, cls) for place, cls in enumerate(_KINDS)}
 # the two of every call, written out: half the cost
 _FIELDS[m.CallRequest] = _FIELDS[m.CallRequest]._replace(
-    flatten=lambda x: (x.request_id, x.context_id, x.autograd_message_id, *x.rref_id, *x.fork_id),
+    flatten=lambda x: (*x[:3], *x[3], *x[4]),
     rebuild=lambda r, c, a, r0, r1, f0, f1: (
         m.CallRequest(r, c, a, RRefId(r0, r1), ForkId(f0, f1)) if r1 else m.CallRequest(r, c, a)
     ),
