@@ -28,6 +28,7 @@ LAYERS = [
         "_core/timing",
         "_core/devices",
         "_core/doorbell",
+        "_core/host_memory",
         "_core/transport",
         "_core/current",
         "_core/interrupts",

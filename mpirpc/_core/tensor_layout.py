@@ -66,7 +66,7 @@ class Laid(NamedTuple):
     Attributes:
         sizes: Of each storage, in bytes, with FRAME_BIT if it has a frame.
         inline: The bytes of each storage that has none.
-        frames: The others, as 1-dimensional uint8 tensors on their memory.
+        frames: The others, as contiguous uint8 tensors on their memory.
         descriptions: Of each tensor.
     """
 
@@ -103,7 +103,9 @@ def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: Devic
             laid.inline.append(copy_from(address, nbytes))
             laid.sizes.append(nbytes)
         else:
-            _add_storage(laid, address, nbytes, tensor, eager_limit)
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            laid.frames.append(plain.view(torch.uint8))
+            laid.sizes.append(nbytes | FRAME_BIT)
         ndim, flags = len(shape), _CONTIGUOUS | _WHOLE | tensor.requires_grad
         if ndim < _KNOWN:
             code = _DTYPE_CODES[tensor.dtype]
@@ -285,12 +287,16 @@ def new_tensor(code: int, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
     if prototype is not None and prototype.nbytes == nbytes:
         return torch.empty_like(prototype)
     dtype = _dtype_of(code)
-    if math.prod(shape) * dtype.itemsize != nbytes:
-        raise RemoteProtocolError(f"a {dtype} tensor of shape {shape} came with {nbytes} bytes")
+    _check_nbytes(dtype, shape, nbytes)
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if nbytes <= _PROTOTYPE_NBYTES and len(_prototypes) < _NUM_PROTOTYPES:
         _prototypes[code, shape] = torch.empty_like(tensor)
     return tensor
+
+
+def _check_nbytes(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise RemoteProtocolError(f"a {dtype} tensor of shape {shape} came with {nbytes} bytes")
 
 
 def _dtype_of(code: int) -> torch.dtype:
@@ -330,7 +336,10 @@ class _Storages:
         """Make the tensor that has all of storage ``index``."""
         memory = self._memory[index]
         if type(memory) is not tuple:
-            return self.part(index, code, 0, shape, ())
+            frame = self._materialize(index)
+            _check_nbytes(_dtype_of(code), shape, frame.numel())
+            storage = frame.untyped_storage()
+            return new_tensor(code, (0,), 0).set_(storage, 0, shape, _contiguous_strides(shape))
         at, nbytes = memory
         tensor = new_tensor(code, shape, nbytes)
         copy_into(tensor.data_ptr(), self._address + at, nbytes)
@@ -347,7 +356,7 @@ class _Storages:
         end = (last + 1) * dtype.itemsize
         if 0 not in shape and end > storage.nbytes():  # set_ would make the storage larger
             raise RemoteProtocolError(f"a tensor ends at byte {end} of {storage.nbytes()}")
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
+        return new_tensor(code, (0,), 0).set_(storage, offset, shape, strides)
 
     def _materialize(self, index: int) -> torch.Tensor:
         memory = self._memory[index]

@@ -29,7 +29,7 @@ class Outgoing:
 
     Attributes:
         head: Header, payload and small tensors, as ``wire.py`` laid them out.
-        frames: 1-dimensional uint8 host tensors; they must stay untouched until the receiver has them.
+        frames: Contiguous uint8 host tensors; they must stay untouched until the receiver has them.
         on_failed: Called once, on any thread, if the transport refuses the message.
     """
 

@@ -28,6 +28,7 @@ from mpi4py import MPI
 
 from mpirpc._core.current import stop_all
 from mpirpc._core.doorbell import Doorbell
+from mpirpc._core.host_memory import new_frame
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads
@@ -111,6 +112,11 @@ class MPITransport:
                 raise WorkerLostError(f"rank {dest} has died")
             if not is_about_rest(message.head):
                 self._losses.sent_to[dest] += 1
+        if self.bell is not None:
+            now = monotonic()
+            if now > self._awake_until[dest]:
+                self.bell.ring(dest)  # first: the worker wakes up while the message leaves
+                self._awake_until[dest] = now + STAYS_AWAKE
         self._sent += 1
         self._sent_nbytes += message.nbytes
         if dest == self.rank:
@@ -132,11 +138,6 @@ class MPITransport:
                 self._lose()
                 raise WorkerLostError(f"rank {dest} has died") from error
             raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
-        if self.bell is not None:
-            now = monotonic()
-            if now > self._awake_until[dest]:
-                self.bell.ring(dest)
-                self._awake_until[dest] = now + STAYS_AWAKE
 
     def _post(self, dest: int, comm: MPI.Comm, buffer: object, keep: object, nbytes: int) -> None:
         request = comm.Isend([buffer, nbytes, MPI.BYTE], dest, TAG)
@@ -260,7 +261,7 @@ class MPITransport:
         if incoming.requests is None:
             incoming.requests = deque()
             for nbytes in _frame_sizes(incoming.head):
-                frame = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                frame = new_frame(nbytes)
                 incoming.frames.append(frame)
                 incoming.requests += self._receives(source, frame.data_ptr(), nbytes)
         return _are_done(incoming.requests)
