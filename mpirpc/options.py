@@ -66,10 +66,10 @@ class MPIRpcBackendOptions(RpcBackendOptions):
             function that runs as a call waits only for bytes on their way.
         spin_time: How long, in seconds, a waiting thread looks at the network without sleeping
             (MPIRPC_SPIN_TIME).
-        idle_sleep: Longest sleep, in seconds, between two looks of an idle worker (MPIRPC_IDLE_SLEEP).
+        idle_sleep: Longest sleep, in seconds, between two looks of an idle worker, in groups over several hosts
+            (MPIRPC_IDLE_SLEEP). On one host messages wake it.
         reducers: How objects of a type (exactly this one) are taken apart in calls: a function that is given
-        the
-            object and returns ``(callable, args)``, as ``__reduce__`` does.
+            the object and returns ``(callable, args)``, as ``__reduce__`` does.
 
     Raises:
         ConfigurationError: A value is out of range; the message says the right form.
