@@ -66,8 +66,8 @@ class MPIRpcBackendOptions(RpcBackendOptions):
             function that runs as a call waits only for bytes on their way.
         spin_time: How long, in seconds, a waiting thread looks at the network without sleeping
             (MPIRPC_SPIN_TIME).
-        idle_sleep: Longest sleep, in seconds, between two looks of an idle worker, in groups over several hosts
-            (MPIRPC_IDLE_SLEEP). On one host messages wake it.
+        idle_sleep: Longest sleep, in seconds, between two looks of an idle worker whose group is on several
+            hosts (MPIRPC_IDLE_SLEEP). On one host messages wake it.
         reducers: How objects of a type (exactly this one) are taken apart in calls: a function that is given
             the object and returns ``(callable, args)``, as ``__reduce__`` does.
 

@@ -65,9 +65,11 @@ class Doorbell:
         """
         rang = False
         with contextlib.suppress(OSError, ValueError):  # nothing more has come; or it was closed meanwhile
-            rang = bool(select.select([self._socket], [], [], timeout)[0])
+            poller = select.poll()  # select() takes no descriptor above 1023
+            poller.register(self._socket, select.POLLIN)
+            poller.poll(1e3 * timeout)
             while self._socket.recv(1):
-                pass
+                rang = True  # also if it came after the time was over: it is used up now
         return rang
 
     def close(self) -> None:

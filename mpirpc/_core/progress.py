@@ -157,8 +157,9 @@ class ProgressEngine:
             self._empty_outbox()
         if self._is_closed:
             self._refuse_outbox()
-        if message.frames:  # moved by polling: no time to sleep
-            self.wake()
+        leader = self._leader  # no time to sleep: polling moves what is long, and who answers at once rings
+        if leader is not None:  # no bell; a request brings a deadline, too
+            leader.unpark()
 
     def wake(self) -> None:
         """End the sleep of the leader, if it sleeps."""
@@ -181,7 +182,8 @@ class ProgressEngine:
                 dest, message = self._outbox.popleft()
             except IndexError:
                 return
-            self._post(dest, message)
+            if not self._post(dest, message):
+                self.on_works()
 
     def _post(self, dest: int, message: Outgoing) -> bool:
         """Send; say whether the transport took it. The lock is held."""

@@ -55,9 +55,10 @@ class Server:
         """Take a call. Thread: the one that polled."""
         request = incoming.message
         assert isinstance(request, m.CallRequest)
+        # first: if it is refused, the call does not count as open
+        value = self._value_of(source, request) if request.rref_id != NO_RREF else None
         served = ServedCall(self, source, request.request_id, request.context_id)
-        if request.rref_id != NO_RREF:
-            served.value = self._value_of(source, request)
+        served.value = value
         self.agent.engine.works.append(lambda: served.run(incoming, request.autograd_message_id))
 
     def _value_of(self, source: int, request: m.CallRequest) -> OwnerValue:

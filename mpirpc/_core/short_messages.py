@@ -37,7 +37,7 @@ Described = tuple[Any, ...]
 def write_short(
     kind: int, numbers: Sequence[int], flat: Flat, tensors: Sequence[torch.Tensor], eager_limit: int
 ) -> bytes | None:
-    """Lay a message out; None if its tensors are not small, contiguous, on the host and apart.
+    """Lay a message out; None if its tensors are not small, contiguous, in host memory and apart.
 
     Copies: the tensors, twice.
     """
@@ -59,6 +59,8 @@ def _describe(tensors: Sequence[torch.Tensor], eager_limit: int) -> tuple[Descri
         if nbytes > eager_limit or not (tensor.is_cpu and tensor.is_contiguous()):
             return None
         address = tensor.data_ptr()
+        if not address and nbytes:
+            return None
         spans.append((address, nbytes))
         described.append(
             (code_of(tensor.dtype), tensor.requires_grad, tuple(tensor.shape), copy_from(address, nbytes))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from mpirpc._core.devices import HOST, DeviceMap, device_code, device_from_code
-from mpirpc.errors import RemoteProtocolError
+from mpirpc.errors import RemoteProtocolError, SerializationError
 
 FRAME_BIT = 1 << 63
 """Set in a storage's size if it travels as a frame of its own, behind the head."""
@@ -98,12 +98,16 @@ def lay_out(tensors: Sequence[torch.Tensor], eager_limit: int, device_map: Devic
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return _lay_out_any(tensors, eager_limit, device_map)
         address, nbytes, shape = tensor.data_ptr(), tensor.nbytes, tensor.shape
+        if not address and nbytes:
+            return _lay_out_any(tensors, eager_limit, device_map)
         spans.append((address, nbytes))
         if nbytes <= eager_limit:
             laid.inline.append(copy_from(address, nbytes))
             laid.sizes.append(nbytes)
         else:
             plain = tensor.detach() if tensor.requires_grad else tensor
+            if not shape or plain.stride(-1) != 1:  # one element, or many along another dimension
+                plain = plain.as_strided((plain.numel(),), (1,))
             laid.frames.append(plain.view(torch.uint8))
             laid.sizes.append(nbytes | FRAME_BIT)
         ndim, flags = len(shape), _CONTIGUOUS | _WHOLE | tensor.requires_grad
@@ -161,7 +165,7 @@ class _Storage:
 
 def _plan_storages(tensors: Sequence[torch.Tensor]) -> list[_Storage]:
     """Find the ranges of memory to send: one per group of tensors that overlap."""
-    on_host = [t if t.is_cpu else t.detach().cpu() for t in tensors]
+    on_host = [_on_host(tensor) for tensor in tensors]
     order = sorted(range(len(on_host)), key=lambda place: on_host[place].data_ptr())
     groups: list[_Storage] = []
     for place in order:
@@ -175,6 +179,21 @@ def _plan_storages(tensors: Sequence[torch.Tensor]) -> list[_Storage]:
         else:
             groups.append(_Storage(start, nbytes, [(place, tensor)]))
     return [_alone(group) if len(group.tensors) == 1 else _aligned(group) for group in groups]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it, that has its memory on the host.
+
+    Raises:
+        SerializationError: Its memory was given back.
+    """
+    if not tensor.is_cpu:
+        return tensor.detach().cpu()
+    if tensor.data_ptr() or not tensor.nbytes:
+        return tensor
+    if not tensor._is_zerotensor():  # zeros for which torch has taken no memory
+        raise SerializationError("a tensor has no memory: its storage was resized to 0")
+    return tensor.detach().clone()
 
 
 def _alone(group: _Storage) -> _Storage:

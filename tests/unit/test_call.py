@@ -1,12 +1,15 @@
 """Unit tests for mpirpc._core.call: start, run, finish; what each undoes when it fails."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mpirpc as rpc
-from mpirpc.errors import NotAFutureError, RpcTimeoutError, SerializationError
+from mpirpc._core import messages as m
+from mpirpc._core.messages import ForkId, RRefId
+from mpirpc.errors import NotAFutureError, RpcTimeoutError, RRefError, SerializationError
 from mpirpc.testing import LoopbackCluster
 
 LIMIT = 30.0
@@ -234,3 +237,16 @@ def test_default_device_of_a_thread_does_not_matter(numel):
         assert rpc.rpc_sync("worker1", torch.add, args=(host, 1)).tolist()[:2] == [2, 2]
         sparse = rpc.rpc_sync("worker1", torch.neg, args=(host.to_sparse(),))
         assert sparse.device.type == "cpu"
+
+
+def test_call_that_is_refused_does_not_count_as_open(cluster, monkeypatch):
+    server = cluster.runtimes[1].server
+
+    def refuse(*_arguments):
+        raise RRefError("known already")
+
+    monkeypatch.setattr(server.store, "create", refuse)
+    request = m.CallRequest(1, rref_id=RRefId(0, 1), fork_id=ForkId(0, 2))
+    with pytest.raises(RRefError):
+        server._on_call_request(0, SimpleNamespace(message=request))
+    assert server.num_open == 0

@@ -1,9 +1,14 @@
 """Unit tests for mpirpc._core.doorbell: who sleeps is woken, by others and by itself; a bell never blocks."""
 
+import fcntl
+import resource
+import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from mpirpc._core import doorbell
 from mpirpc._core.doorbell import Doorbell
 from mpirpc._core.progress import SHORT_SLEEP, Waiter
 
@@ -46,6 +51,35 @@ def test_ring_before_the_sleep_is_kept_and_counts_once(bells):
     bells[0].ring_here()
     assert bells[0].sleep(LONG)
     assert not bells[0].sleep(0.01)
+
+
+def test_ring_that_comes_as_the_sleep_ends_is_not_lost(bells, monkeypatch):
+    class Late:
+        def register(self, *_arguments):
+            pass
+
+        def poll(self, _timeout):
+            bells[0].ring_here()
+            return []
+
+    monkeypatch.setattr(doorbell, "select", SimpleNamespace(poll=Late, POLLIN=1))
+    assert bells[0].sleep(0)
+
+
+def test_bell_works_in_a_process_with_many_open_files(bells):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"no more than {hard} open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        low = bells[0]._socket
+        bells[0]._socket = socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD, 1024))
+        low.close()
+        bells[0].ring_here()
+        assert bells[0].sleep(LONG)
+        bells[0].close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_full_bell_does_not_block(bells):

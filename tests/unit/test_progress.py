@@ -223,7 +223,44 @@ def test_many_threads_send_at_once(sides):
     assert len(set(sides[1].heads)) == 401
 
 
+class DeepBell:
+    """A bell beside which a leader sleeps until it is rung, however long it meant to sleep."""
+
+    def __init__(self):
+        self.asleep, self.rung = threading.Event(), threading.Event()
+
+    def sleep(self, _timeout):
+        self.asleep.set()
+        return self.rung.wait(LIMIT)
+
+    def ring_here(self):
+        self.rung.set()
+
+
+def test_what_another_thread_sends_wakes_a_leader_beside_its_bell(sides):
+    """Who answers soon does not ring: it takes a worker that has just sent something to be awake."""
+    bell = sides[0].transport.bell = DeepBell()
+    thread = in_thread(lambda: sides[0].engine.wait(sides[0].goal("answer")))
+    assert bell.asleep.wait(LIMIT)
+    send(sides[0], 1, "question")
+    assert bell.rung.is_set()
+    send(sides[1], 0, "answer")
+    assert joined(thread)
+
+
 # --- refusals ---
+
+
+def test_refusal_of_what_waited_in_the_outbox_is_told(sides, monkeypatch):
+    engine, told = sides[0].engine, []
+    engine.on_works = lambda: told.append(len(engine.urgent))
+    error = TransportError("no")
+    monkeypatch.setattr(sides[0].transport, "post_send", lambda dest, message: (_ for _ in ()).throw(error))
+    with engine._lock:
+        engine.submit(1, Outgoing(b"a", [], lambda error: None))
+    assert told == []
+    engine.wait(Waiter(), PAST)
+    assert told == [1]
 
 
 def test_refused_message_fails_alone(sides, monkeypatch):

@@ -14,7 +14,7 @@ from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
 from mpirpc._core.short_messages import SHORT_MAGIC
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes
-from mpirpc.errors import RemoteProtocolError
+from mpirpc.errors import RemoteProtocolError, SerializationError
 
 EAGER = 1024
 BIG = (1 << 62) + 7
@@ -393,3 +393,40 @@ def test_tensor_larger_than_its_memory_is_refused_before_memory_is_taken():
     head[place : place + 8] = (1 << 36).to_bytes(8, "little")
     with pytest.raises(RemoteProtocolError):
         decode(head, frames).body()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(800.0).reshape(2, 400)[:1].t(),
+        torch.arange(56.0).reshape(8, 7)[:1, 0],
+        torch.tensor(3.0),
+        torch.tensor(3.0, requires_grad=True),
+    ],
+    ids=["column of a transpose", "one of a column", "scalar", "scalar with grad"],
+)
+def test_contiguous_tensor_with_any_strides_can_be_a_frame(tensor):
+    assert tensor.is_contiguous()
+    outgoing = encode(m.CallResponse(1), Body(tensors=[tensor]), 0)
+    assert [(frame.dtype, frame.numel()) for frame in outgoing.frames] == [(torch.uint8, tensor.nbytes)]
+    body, needs_grad = decode(*arrive(outgoing)).body()
+    assert torch.equal(body.tensors[0], tensor)
+    assert needs_grad == [tensor.requires_grad]
+
+
+@pytest.mark.parametrize("eager_limit", [0, EAGER])
+@pytest.mark.parametrize("flat", [None, (None, (0,), (0,), ())], ids=["general", "short"])
+def test_zeros_without_memory_arrive_as_zeros(flat, eager_limit):
+    zeros = torch._efficientzerotensor((3, 4))
+    assert not zeros.data_ptr()
+    body = Body(b"", [zeros, torch.ones(2)], [], flat)
+    _, arrived, _ = round_trip(m.CallResponse(1), body, eager_limit)
+    assert torch.equal(arrived.tensors[0], torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("flat", [None, (None, (0,), (0,), ())], ids=["general", "short"])
+def test_tensor_whose_memory_was_given_back_is_refused(flat):
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(SerializationError, match="no memory"):
+        encode(m.CallResponse(1), Body(b"", [tensor], [], flat), EAGER)
