@@ -300,7 +300,7 @@ class RRef(Generic[T]):
         calls: Calls | None = getattr(self, "_calls", None)
         if calls is None:  # made by nobody: __init__ raised
             return
-        # no lock is waited for, no message sent: a collection may strike anywhere, even in the middle of a send
+        # no lock is waited for, no message sent: a collection may strike anywhere, in a send too
         engine = calls.agent.engine
         if self._fork_id == NO_FORK:
             engine.chores.append((calls.store.drop_owner, self._rref_id))
