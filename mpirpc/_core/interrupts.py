@@ -19,7 +19,7 @@ from types import FrameType
 
 INSIDE = frozenset(
     f"mpirpc._core.{name}"
-    for name in ("agent", "call", "executor", "future", "gathering", "progress", "rref_store", "runtime")
+    for name in ("agent call contents executor future gathering progress rref_store runtime serve".split())
 )
 """Modules whose steps belong together. All their waits look at the note."""
 

@@ -44,8 +44,8 @@ def end(how):
         mpirpc.on_terminate(lambda: print(f"saved by rank {MPI.COMM_WORLD.rank}", flush=True))
         mpirpc.on_terminate(lambda: 1 // 0)
         mpirpc.on_terminate(lambda: print(f"saved more by rank {MPI.COMM_WORLD.rank}", flush=True))
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             mpirpc.rpc_sync(MPI.COMM_WORLD.rank, never, timeout=0)
         finally:
             print("unwound", flush=True)
