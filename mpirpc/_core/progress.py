@@ -9,7 +9,7 @@
 * A thread that sends does so itself if the lock is free; if not, it puts the message into the outbox, which
   the holder empties before it lets go. So nobody ever blocks on the lock.
 
-Finalizers append to ``chores`` (atomic, takes no lock); the leader carries them out.
+Finalizers append to ``chores`` (atomic, takes no lock) and wake the leader, which carries them out.
 """
 
 from __future__ import annotations
