@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import time
 import types
 
 import pytest
@@ -76,7 +77,9 @@ def call(request, rpc_world):
     yield WAYS[request.param]
     if rpc_world.rank == 0:
         assert rpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-        assert rpc.debug_info()["pending_calls"] == 0
+        # an owner may answer a fetch before it confirms the RRef; should nothing come, the watchdog ends it
+        while rpc.debug_info()["pending_calls"]:
+            time.sleep(0.001)
 
 
 # --- who ---
