@@ -1,11 +1,11 @@
 """Messages over MPI.
 
-The head of a message is one MPI message on a communicator of its own, for which receives are posted
-(``posted_heads.py``); its frames follow on a second communicator, in order, straight into their final memory.
-A head too long for a posted receive is announced there by its length and follows as the first frame. MPI
-keeps the order of messages per pair and communicator, so the n-th receive posted there meets the n-th frame
-sent (MPI-4.1 section 3.5): no tag is needed to tell them apart, and call ids stay out of tags (some networks
-offer 20 bits only).
+The head of a message is one MPI message on a communicator of its own, received as ``posted_heads.py`` says
+(on one host by receives posted ahead, else by matched probes); its frames follow on a second communicator, in
+order, straight into their final memory. A long head is announced on the first one by its length and follows
+as the first frame. MPI keeps the order of messages per pair and communicator, so the n-th receive posted
+there meets the n-th frame sent (MPI-4.1 section 3.5): no tag is needed to tell them apart, and call ids stay
+out of tags (some networks offer 20 bits only).
 
 MPI libraries before MPI-4 refuse messages of more than 2**31 - 1 bytes: frames are cut into chunks.
 
@@ -31,7 +31,7 @@ from mpirpc._core.doorbell import Doorbell
 from mpirpc._core.host_memory import new_frame
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
-from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads
+from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
 from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
 from mpirpc._core.wire import frame_sizes, is_about_rest
@@ -86,8 +86,9 @@ class MPITransport:
         if self.survives_losses:
             self._losses = Losses(self._heads, [self._frames])
             self._losses.greet()
-        self._posted = PostedHeads(self._heads, TAG)
         self.bell: Doorbell | None = hang_bell(self._heads)
+        on_one_host = self.bell is not None
+        self._head_receives = (PostedHeads if on_one_host else ProbedHeads)(self._heads, TAG)
         self._awake_until = [0.0] * self.world_size  # by rank; before, a worker sleeps at most shortly
         self._chunk_nbytes = chunk_nbytes
         self._to_myself: deque[Arrival] = deque()
@@ -207,7 +208,7 @@ class MPITransport:
     def _take_heads(self, arrivals: list[Arrival]) -> None:
         """Take heads that have come; those that are whole messages already go to ``arrivals``."""
         for _ in range(ARRIVALS_PER_POLL):
-            taken = self._posted.take()
+            taken = self._head_receives.take()
             if taken is None:
                 return
             source, head = taken
@@ -339,14 +340,21 @@ class MPITransport:
             for queue in self._unfinished.values():
                 MPI.Request.Waitall([request for request, _, _ in queue])
             self._unfinished.clear()
-            self._posted.close()
+            self._head_receives.close()
             self._heads.Free()
             self._frames.Free()
         else:
             # MPI may still read and write these buffers
             with contextlib.suppress(MPI.Exception):
-                self._posted.withdraw()
-            parts = (self._heads, self._frames, self._posted, self._unfinished, self._incoming, self._sum)
+                self._head_receives.withdraw()
+            parts = (
+                self._heads,
+                self._frames,
+                self._head_receives,
+                self._unfinished,
+                self._incoming,
+                self._sum,
+            )
             _abandoned.append(parts)
 
     def abort(self) -> None:
