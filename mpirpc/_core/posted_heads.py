@@ -1,9 +1,9 @@
 """How heads are received: by receives that are posted before anything comes, or by matched probes.
 
-A look at the network is then one ``MPI_Test``, where a matched probe, its receive and the questions about its
-status are three calls and a message object. Receives of one communicator are matched in the order in which
-they were posted (MPI-4.1 section 3.5), so looking at them in that order keeps the messages of each sender in
-theirs.
+With posted receives a look at the network is one ``MPI_Test``, where a matched probe, its receive and the
+questions about its status are three calls and a message object. Receives of one communicator are matched in
+the order in which they were posted (MPI-4.1 section 3.5), so looking at them in that order keeps the messages
+of each sender in theirs.
 
 Over a network MPICH 5.0 leaves some posted receives for any source unfinished though their message has come
 (seen over TCP): groups on several hosts use matched probes.
