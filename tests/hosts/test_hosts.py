@@ -78,7 +78,7 @@ def test_delay_is_what_was_asked_for(hosts):
 
 def test_suite(hosts, tmp_path, subtests):
     file = tmp_path / "results.jsonl"
-    argv = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "--with-mpi", *SELECTION]
+    argv = ["-m", "pytest", *"-q --color=no --capture=sys -p no:cacheprovider --with-mpi".split(), *SELECTION]
     finished, sent = run_on(hosts, 1, argv, **{results.VARIABLE: str(file)})
     found = results.read(file)
     for result in found.tests:
@@ -87,7 +87,7 @@ def test_suite(hosts, tmp_path, subtests):
                 pytest.fail(result.text, pytrace=False)
             if result.outcome == "skipped":
                 pytest.skip(result.text)
-    assert found.finished == 0, finished.output[-10_000:]
+    assert found.finished == 0, f"status {finished.rc}: {finished.output[-10_000:]}"
     assert {result.nodeid.split("::")[0] for result in found.tests} == set(SELECTION)
     assert sent > 1 << 20
 
