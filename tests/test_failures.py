@@ -127,6 +127,24 @@ def test_a_training_goes_on_without_a_rank_that_was_killed():
     assert done.stdout.splitlines()[-1] == expected
 
 
+@WITH_FT
+def test_finalize_is_not_waited_for_after_a_death(tmp_path):
+    """`MPI_Finalize` waits for all ranks, also for one that is dead; here for one that never comes there."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys\n"
+        "import mpirpc\n"
+        "from mpirpc._core import mpi_faults\n"
+        "from mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank:\n"
+        "    signal.pause()\n"
+        "mpi_faults._last_step.prepare()\n"
+        "sys.exit(3)\n"
+    )
+    finished = run_ranks(2, [str(program)], timeout=LIMIT, env=ENV)
+    assert (finished.rc, finished.timed_out) == (3, False), finished.output
+
+
 # --- a peer that is stopped (SIGSTOP) and goes on ---
 
 

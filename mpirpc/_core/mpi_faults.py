@@ -7,9 +7,12 @@ living go on. Collective operations on the communicator are broken for good: non
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -22,6 +25,9 @@ GREETING = 1
 
 FLUSH = 5.0
 """Longest time in seconds that the last messages may take to leave at the end."""
+
+FINALIZE_LIMIT = 3.0
+"""Longest time in seconds that ``MPI_Finalize`` may take after a death."""
 
 _SETTING = "OMPI_MCA_mpi_ft_enable"
 
@@ -84,6 +90,42 @@ class Losses:
         new = sorted(set(found) - self.ranks)
         self.ranks.update(new)
         self.untold += new
+        if new:
+            _last_step.prepare()
+
+
+class _LastStep:
+    """Calls ``MPI_Finalize`` at the end of a program that has outlived another rank, with a limit.
+
+    In Open MPI 5.0 it waits for all ranks, often for the dead one too (nearly always with several hosts). A
+    thread of its own may stay in it while the program ends, with the program's exit status; mpi4py calls it
+    no second time.
+    """
+
+    def __init__(self) -> None:
+        self._may_begin = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Make the thread: Python makes none any more when the program ends. Thread: any."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpirpc-finalize", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        self._may_begin.wait()
+        if not MPI.Is_finalized():
+            ctypes.CDLL(MPI.__file__).MPI_Finalize()  # mpi4py's keeps the interpreter
+
+    def take(self) -> None:
+        """Finalize, if a rank has died. Thread: the main one, last of all at exit."""
+        if self._thread is not None:
+            self._may_begin.set()
+            self._thread.join(FINALIZE_LIMIT)
+
+
+_last_step = _LastStep()
+atexit.register(_last_step.take)
 
 
 def end_job(status: int) -> None:
