@@ -13,10 +13,11 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 
 from mpirpc._core.messages import Body
+from mpirpc._core.pickling import loads
 from mpirpc.errors import RemoteProtocolError
 
 _NONE, _DENSE, _SPARSE, _COALESCED = range(4)
-"""One byte of a payload: no gradient; one tensor; three tensors (indices, values, size) of a COO tensor."""
+"""One byte of an answer: no gradient; one tensor; three tensors (indices, values, size) of a COO tensor."""
 
 
 def encode_gradients(gradients: Sequence[torch.Tensor | None]) -> Body:
@@ -36,21 +37,21 @@ def encode_gradients(gradients: Sequence[torch.Tensor | None]) -> Body:
             kinds.append(_DENSE)
             dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
             tensors.append(dense.contiguous())
-    return Body(bytes(kinds), tensors)
+    return Body(tensors=tensors, flat=(None, (bytes(kinds),), (), ()))
 
 
 def decode_gradients(source: int, body: Body) -> list[torch.Tensor | None]:
     """Take the gradients out of the body of a message from ``source``.
 
     Raises:
-        RemoteProtocolError: The body is not what :func:`encode_gradients` makes.
+        RpcError: The body is not what :func:`encode_gradients` makes.
 
     Copies: none.
     """
     tensors = iter(body.tensors)
     gradients: list[torch.Tensor | None] = []
     try:
-        for kind in bytes(body.payload):
+        for kind in loads(body, ()):
             if kind == _NONE:
                 gradients.append(None)
             elif kind == _DENSE:

@@ -113,7 +113,10 @@ def _recv_name(_node: Any) -> str:
 
 
 _Receive._backward_cls.name = _recv_name  # type: ignore[attr-defined]
-_apply: Callable[[torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = _Receive.apply
+_Apply = Callable[[torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+_apply_anywhere: _Apply = _Receive.apply
+_apply_here: _Apply = super(torch.autograd.Function, _Receive).apply
+"""What the one above calls where no transform of ``torch.func`` is active: 12 us instead of 26."""
 
 _AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # missing in torch's stubs
 
@@ -130,11 +133,12 @@ def connect(tensors: Sequence[torch.Tensor]) -> tuple[Node, list[torch.Tensor]]:
 
     Copies: none.
     """
+    apply = _apply_anywhere if torch._C._are_functorch_transforms_active() else _apply_here
     if torch.is_grad_enabled():
-        outputs = _apply(_ANCHOR, _apart(tensors))
+        outputs = apply(_ANCHOR, _apart(tensors))
     else:
         with torch.enable_grad():
-            outputs = _apply(_ANCHOR, _apart(tensors))
+            outputs = apply(_ANCHOR, _apart(tensors))
     node = outputs[0].grad_fn
     assert node is not None
     return node, list(outputs)

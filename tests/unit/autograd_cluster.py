@@ -91,7 +91,7 @@ class Cluster:
         source, dest, message, body = self.bag.pop(position)
         self.log.append((source, dest, message))
         if isinstance(message, Gradient) and body is not None:
-            body = Body(body.payload, [t.clone() for t in body.tensors])
+            body = Body(body.payload, [t.clone() for t in body.tensors], flat=body.flat)
         self.engines[dest].on_message(source, message, body)
 
     def drain(self):

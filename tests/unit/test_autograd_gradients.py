@@ -48,7 +48,7 @@ def test_strided_gradients_travel_contiguous():
 def test_body_with_too_few_tensors_is_refused():
     body = encode_gradients([torch.ones(1), sparse(True)])
     with pytest.raises(RemoteProtocolError, match="rank 1 announces more tensors"):
-        decode_gradients(1, Body(body.payload, body.tensors[:2]))
+        decode_gradients(1, Body(tensors=body.tensors[:2], flat=body.flat))
 
 
 # --- in a context ---
