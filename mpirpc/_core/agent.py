@@ -90,6 +90,7 @@ class Pending(Waiter):
         self.done = False
         self._parking = make_parking()
         self._bell = None
+        self.work_of = None
         self.request_id = request_id
         self.dest = dest
         self.timeout = timeout
@@ -269,7 +270,7 @@ class Agent:
             return self.engine.wait(goal, deadline)
         executor.begin_wait()
         try:
-            return self.engine.wait(goal, deadline)
+            return self.engine.wait(goal, deadline, in_work=True)
         finally:
             executor.end_wait()
 
