@@ -19,7 +19,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -386,15 +385,15 @@ class ProgressEngine:
         self._followers.append(goal)
         if longest < FOLLOW:
             self._watcher = goal
+        self.wake()  # an executor thread hands the lead over
+        if not goal.done and not (self._executor_leads and self._look_around(goal)):
+            goal.park(min(longest, deadline - monotonic()))
+        if self._watcher is goal:
+            self._watcher = None
         try:
-            self.wake()  # an executor thread hands the lead over
-            if not goal.done and not (self._executor_leads and self._look_around(goal)):
-                goal.park(min(longest, deadline - monotonic()))
-        finally:  # a signal handler may raise
-            if self._watcher is goal:
-                self._watcher = None
-            with suppress(ValueError):  # the lead was offered to us
-                self._followers.remove(goal)
+            self._followers.remove(goal)
+        except ValueError:  # the lead was offered to us
+            pass
         if self._watcher is None and (goal.done or monotonic() >= deadline):
             self._promote()
 

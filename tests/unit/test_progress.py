@@ -265,15 +265,6 @@ def test_leader_that_gave_way_comes_back(sides):
     assert joined(leader)
 
 
-def test_interrupted_follower_is_forgotten(sides, monkeypatch):
-    """A signal handler of the user may raise wherever the main thread is."""
-    monkeypatch.setattr(Waiter, "park", lambda goal, timeout: 1 / 0 if timeout > 0 else False)
-    with pytest.raises(ZeroDivisionError):
-        sides[1].engine._follow(Waiter(), UNLIMITED, progress.GIVE_WAY)
-    assert not sides[1].engine.is_watched
-    assert not sides[1].engine._followers
-
-
 def test_many_threads_send_at_once(sides):
     def sender(number):
         for i in range(50):
