@@ -90,7 +90,6 @@ class Pending(Waiter):
         self.done = False
         self._parking = make_parking()
         self._bell = None
-        self.work_of = None
         self.request_id = request_id
         self.dest = dest
         self.timeout = timeout
@@ -270,7 +269,7 @@ class Agent:
             return self.engine.wait(goal, deadline)
         executor.begin_wait()
         try:
-            return self.engine.wait(goal, deadline, in_work=True)
+            return self.engine.wait(goal, deadline)
         finally:
             executor.end_wait()
 

@@ -223,7 +223,7 @@ class Executor:
             return work
 
     def _run_work(self, work: Work) -> None:
-        if (self._deputy is None or self._deputy_is_cold) and not self._engine.is_watched:
+        if self._deputy is None or self._deputy_is_cold:
             self._call_deputy()
         try:
             work()
@@ -297,13 +297,14 @@ class Executor:
             self._add_thread(may_lead=False)
 
     def _on_vacant(self) -> None:
-        """Nobody has the lead: see to it that a deputy looks."""
-        if self._deputy_is_cold or (self._deputy is None and self._num_busy):
-            self._call_deputy()
+        """Nobody has the lead: wake the deputy, if it does not look by itself."""
+        if self._deputy_is_cold:
+            deputy = self._deputy
+            if deputy is not None:
+                deputy.unpark()
 
     def _wake_one(self) -> None:
         """A work waits and this thread will not run it."""
         if self.has_task():
-            self._engine.has_handed_on = True
             self._engine.wake()
             self._call_deputy()

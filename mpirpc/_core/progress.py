@@ -32,13 +32,6 @@ log = logging.getLogger("mpirpc.progress")
 FOLLOW = 0.05
 """How long a parked thread sleeps at most before it looks again whether the lead is free, in seconds."""
 
-GIVE_WAY = 2e-4
-"""Seconds for which a leader stays away that has handed something to a work: two threads that want the
-interpreter take it from each other at every MPI call."""
-
-WATCH = 2e-3
-"""How long the follower that watches the lead sleeps at most between two looks, in seconds."""
-
 LOOKS_BESIDE = 100
 """How often a thread polls beside an executor thread that leads, before it parks."""
 
@@ -65,20 +58,16 @@ class Waiter:
     Thread: ``set`` any; ``park`` one thread at a time.
     """
 
-    __slots__ = ("_bell", "_parking", "done", "work_of")
+    __slots__ = ("_bell", "_parking", "done")
 
     def __init__(self) -> None:
         self.done = False
         self._parking = make_parking()
         self._bell: Bell | None = None  # beside which the parked thread sleeps
-        self.work_of: ProgressEngine | None = None  # set if a work waits for it there
 
     def set(self) -> None:
         """Say that it is done and wake who waits."""
         self.done = True
-        engine = self.work_of
-        if engine is not None:
-            engine.has_handed_on = True
         self.unpark()
 
     def unpark(self) -> None:
@@ -128,7 +117,6 @@ class ProgressEngine:
         self.num_leads = 0  # how often a thread has taken the lead; a lasting lead leaves it as it is
         self.on_vacant: Callable[[], None] = lambda: None  # nobody waits and the lead is free
         self.on_works: Callable[[], None] = lambda: None  # a waiting thread received works it may not run
-        self.has_handed_on = False  # a work goes on with what the leader has handled
         self.on_alarm: Callable[[float], float] = lambda now: UNLIMITED  # returns the next alarm
         self.alarm_at = UNLIMITED
         self.gil_wait: GilWait | None = None  # if set, waits for the interpreter are measured
@@ -141,7 +129,6 @@ class ProgressEngine:
         self._leader: Waiter | None = None  # what the leader waits for; unparking it ends its sleep
         self._executor_leads = False  # whether the leader is an executor thread
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
-        self._watcher: Waiter | None = None  # that of them which looks again soon
         self._outbox: deque[tuple[int, Outgoing]] = deque()
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
@@ -245,28 +232,20 @@ class ProgressEngine:
         """Say whether some thread has the lead."""
         return self._lead.locked()
 
-    @property
-    def is_watched(self) -> bool:
-        """Say whether a waiting thread will take the lead soon if nobody has it."""
-        return self._watcher is not None
-
-    def lead(self, goal: Waiter, deadline: float, takes_works: bool = False) -> bool:
+    def lead(self, goal: Waiter, deadline: float, takes_works: bool = False) -> None:
         """Poll until ``goal.done`` or the deadline. The caller has the lead on entry, and not on return.
 
-        May return earlier, when another thread has taken the lead or should get the interpreter.
-
-        Returns:
-            Whether it is time to give way to a work.
+        May return earlier, when another thread has taken the lead.
         """
         self.num_leads += 1
         self._executor_leads = takes_works
         self._leader = goal
         spin: Backoff | None = None  # made when there is nothing to do
-        holds, gives_way = True, False
+        holds = True
         try:
             while not goal.done and not self._is_closed:
                 if interrupts.is_noted and interrupts.is_noted_here():
-                    return False
+                    return
                 now = monotonic()
                 if now >= self.alarm_at:
                     self.alarm_at = now + 1.0
@@ -276,17 +255,15 @@ class ProgressEngine:
                     self._leader = None
                     self._lead.release()
                     holds = False
-                    self.has_handed_on = False
                     self._handle_all(arrivals, takes_works)
-                    gives_way = self.has_handed_on and not goal.done
-                    if gives_way or goal.done or not self._lead.acquire(False):
-                        return gives_way
+                    if goal.done or not self._lead.acquire(False):
+                        return
                     holds = True
                     self._leader = goal
                     spin = None
                     continue
                 if now >= deadline or (takes_works and self._followers):
-                    return False
+                    return
                 if spin is None:
                     spin = Backoff(self._spin_time)
                     if self.gil_wait is not None:
@@ -303,10 +280,7 @@ class ProgressEngine:
             if holds:
                 self._leader = None  # what it waited for may hold the user's tensors
                 self._lead.release()
-            # a work is likely to be over soon, and offers the lead then; if it is not, the watcher looks
-            if not gives_way and (goal.work_of is None or self._watcher is None):
-                self._promote()
-        return False
+            self._promote()
 
     def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
         for place, arrival in enumerate(arrivals):
@@ -341,61 +315,47 @@ class ProgressEngine:
         """Wake one parked thread to take the lead; if there is none, tell the executor."""
         if self._lead.locked():
             return
-        followers = self._followers
-        while followers:
-            try:  # of nested calls the latest is the first to be answered, of others the oldest
-                goal = followers.pop() if followers[-1].work_of is not None else followers.popleft()
+        while self._followers:
+            try:
+                self._followers.popleft().unpark()
             except IndexError:  # the last one has just gone
                 break
-            goal.unpark()
             return
         self.on_vacant()
 
     # --- waiting ---
 
-    def wait(self, goal: Waiter, deadline: float = UNLIMITED, in_work: bool = False) -> bool:
+    def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done``, moving communication forward meanwhile; say whether it is.
-
-        ``in_work``: a work of an executor thread waits.
 
         Thread: any, without a lock held.   Progress: blocks until the deadline at most.
         """
-        goal.work_of = self if in_work else None
-        gave_way, longest = False, GIVE_WAY
         while not goal.done:
             if self._is_closed:
                 raise NotInitializedError(self._why_closed)
             if interrupts.is_noted:
                 interrupts.raise_noted()
-            if not self._lead.acquire(False):
-                longest = min(2 * longest, WATCH)
-                self._follow(goal, deadline, longest if gave_way and self._watcher is None else FOLLOW)
-            elif self.lead(goal, deadline):
-                gave_way, longest = True, GIVE_WAY
-                self._follow(goal, deadline, longest)
+            if self._lead.acquire(False):
+                self.lead(goal, deadline)
+            else:
+                self._follow(goal, deadline)
             if goal.done:
                 return True
             if monotonic() >= deadline:
                 break
         return goal.done
 
-    def _follow(self, goal: Waiter, deadline: float, longest: float) -> None:
-        """Park until ``goal`` is done or the lead is offered, ``longest`` seconds at most."""
-        goal.park(0.0)  # an old wake-up, from leading
+    def _follow(self, goal: Waiter, deadline: float) -> None:
+        """Park until ``goal`` is done or the lead is offered."""
         self._followers.append(goal)
-        if longest < FOLLOW:
-            self._watcher = goal
         self.wake()  # an executor thread hands the lead over
-        if not goal.done and not (self._executor_leads and self._look_around(goal)):
-            goal.park(min(longest, deadline - monotonic()))
-        if self._watcher is goal:
-            self._watcher = None
+        if not (self._executor_leads and self._look_around(goal)):
+            goal.park(min(FOLLOW, deadline - monotonic()))
         try:
             self._followers.remove(goal)
         except ValueError:  # the lead was offered to us
-            pass
-        if self._watcher is None and (goal.done or monotonic() >= deadline):
-            self._promote()
+            if goal.done:
+                self._promote()
 
     def _look_around(self, goal: Waiter) -> bool:
         """While an executor thread is on its way to give the lead up, poll beside it.

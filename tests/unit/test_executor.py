@@ -7,7 +7,7 @@ import pytest
 
 from mpirpc._core import executor as module
 from mpirpc._core.executor import Executor
-from mpirpc._core.progress import ProgressEngine, Waiter
+from mpirpc._core.progress import ProgressEngine
 from mpirpc._core.transport import Outgoing
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
 
@@ -95,28 +95,6 @@ def test_network_is_looked_after_while_all_threads_are_busy(small_pool):
     """The work waits for a message without telling the pool: another thread must receive it."""
     assert small_pool.run(lambda: small_pool.arrives("a"))
     assert small_pool.run(lambda: all(small_pool.arrives(str(number)) for number in range(5)))
-
-
-def test_network_is_looked_after_when_the_thread_that_received_a_work_has_gone(pool):
-    """A waiting thread stands in for the deputy, as long as it waits."""
-    gate, goal = threading.Event(), Waiter()
-
-    def handle(arrival):
-        pool._handle(arrival)
-        if bytes(arrival.head) == b"work":
-            pool.engine.works.append(lambda: pool.event("started").set() or gate.wait(LIMIT))
-        else:
-            goal.set()
-
-    pool.engine._handle = handle
-    waiting = threading.Thread(target=pool.engine.wait, args=(goal,), daemon=True)
-    waiting.start()
-    assert pool.arrives("work")
-    assert pool.event("started").wait(LIMIT)
-    assert pool.arrives("end")
-    waiting.join(LIMIT)
-    assert all(pool.arrives(str(number)) for number in range(5))
-    gate.set()
 
 
 def test_no_more_works_run_at_once_than_allowed(small_pool):

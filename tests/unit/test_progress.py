@@ -1,13 +1,11 @@
 """Unit tests for mpirpc._core.progress: who polls, who is woken, what happens if the network refuses."""
 
-import os
 import threading
 
 import pytest
 
-from mpirpc._core import progress
 from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED, monotonic
+from mpirpc._core.timing import UNLIMITED
 from mpirpc._core.transport import Outgoing
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
 from mpirpc.errors import NotInitializedError, TransportError
@@ -211,58 +209,6 @@ def test_many_threads_hand_the_lead_on(sides):
         send(sides[0], 1, str(number))
         assert joined(threads[number])
     assert not sides[1].engine.is_led()
-
-
-def until(condition):
-    """Let other threads run until something is so."""
-    deadline = monotonic() + LIMIT
-    while not condition():
-        assert monotonic() < deadline
-        os.sched_yield()
-
-
-def parked(side, goal):
-    """Wait until a thread has parked for this goal while another one leads."""
-    until(lambda: goal in side.engine._followers and side.engine.is_led())
-
-
-def test_leader_gives_way_to_the_work_that_it_has_woken(sides, monkeypatch):
-    """A work that is woken, and waits again at once, finds the lead free."""
-    monkeypatch.setattr(progress, "GIVE_WAY", LIMIT)
-    monkeypatch.setattr(progress, "WATCH", LIMIT)
-    engine, by = sides[1].engine, {}
-    sides[1].also = lambda head: by.setdefault(head, threading.get_ident())
-    first, second, third = (sides[1].goal(name) for name in ("first", "second", "third"))
-    leader = in_thread(lambda: engine.wait(first))
-
-    def follow():
-        engine.wait(second, in_work=True)
-        engine.wait(third, in_work=True)
-
-    until(engine.is_led)
-    follower = in_thread(follow)
-    parked(sides[1], second)
-    send(sides[0], 1, "second")
-    parked(sides[1], first)
-    send(sides[0], 1, "third")
-    assert joined(follower)
-    assert by == {"second": leader.ident, "third": follower.ident}
-    send(sides[0], 1, "first")
-    first.unpark()  # instead of LIMIT seconds
-    assert joined(leader)
-
-
-def test_leader_that_gave_way_comes_back(sides):
-    """The thread that it has woken never waits again."""
-    first, second = sides[1].goal("first"), sides[1].goal("second")
-    leader = in_thread(lambda: sides[1].engine.wait(first))
-    until(sides[1].engine.is_led)
-    follower = in_thread(lambda: sides[1].engine.wait(second, in_work=True))
-    parked(sides[1], second)
-    send(sides[0], 1, "second")
-    assert joined(follower)
-    send(sides[0], 1, "first")
-    assert joined(leader)
 
 
 def test_many_threads_send_at_once(sides):
