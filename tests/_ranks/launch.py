@@ -26,6 +26,9 @@ OUTER_JOB = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_MCA
 OMPI_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_")
 """Prefixes of the variables through which a person talks to Open MPI; other OMPI_ ones are the launcher's."""
 
+NOT_STARTED = "PMIx server's listener thread failed to start"
+"""Open MPI's launcher says so, once in some thousand starts on a busy machine, and starts no rank."""
+
 GRACE = 10.0
 """Seconds that a launcher may take to end its ranks after SIGTERM."""
 
@@ -44,7 +47,11 @@ def run_ranks(
     n: int, argv: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Finished:
     """Run ``python *argv`` on ``n`` ranks and wait for its end, at most ``timeout`` seconds."""
-    return run_job([*mpirun_command(n), sys.executable, *argv], timeout, rank_environment(env or {}), cwd)
+    command = [*mpirun_command(n), sys.executable, *argv]
+    finished = run_job(command, timeout, rank_environment(env or {}), cwd)
+    if NOT_STARTED in finished.output:
+        finished = run_job(command, timeout, rank_environment(env or {}), cwd)
+    return finished
 
 
 def run_job(command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path = ROOT) -> Finished:
