@@ -104,13 +104,15 @@ class _LastStep:
 
     def __init__(self) -> None:
         self._may_begin = threading.Event()
+        self._lock = threading.Lock()  # around making the thread: several groups may notice a death
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
         """Make the thread: Python makes none any more when the program ends. Thread: any."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpirpc-finalize", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpirpc-finalize", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
         self._may_begin.wait()
