@@ -27,7 +27,7 @@ OMPI_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_")
 """Prefixes of the variables through which a person talks to Open MPI; other OMPI_ ones are the launcher's."""
 
 NOT_STARTED = "PMIx server's listener thread failed to start"
-"""Open MPI's launcher says so, once in some thousand starts on a busy machine, and starts no rank."""
+"""Open MPI's launcher says so when it starts no rank: seen once in some thousand starts on a busy machine."""
 
 GRACE = 10.0
 """Seconds that a launcher may take to end its ranks after SIGTERM."""
@@ -47,15 +47,19 @@ def run_ranks(
     n: int, argv: Sequence[str], timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Finished:
     """Run ``python *argv`` on ``n`` ranks and wait for its end, at most ``timeout`` seconds."""
-    command = [*mpirun_command(n), sys.executable, *argv]
-    finished = run_job(command, timeout, rank_environment(env or {}), cwd)
-    if NOT_STARTED in finished.output:
-        finished = run_job(command, timeout, rank_environment(env or {}), cwd)
-    return finished
+    return run_job([*mpirun_command(n), sys.executable, *argv], timeout, rank_environment(env or {}), cwd)
 
 
 def run_job(command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path = ROOT) -> Finished:
-    """Run a launcher as it is given and wait for its end, at most ``timeout`` seconds."""
+    """Run a launcher as it is given and wait for its end, at most ``timeout`` seconds.
+
+    One that did not start is started once more.
+    """
+    finished = _run_once(command, timeout, env, cwd)
+    return _run_once(command, timeout, env, cwd) if NOT_STARTED in finished.output else finished
+
+
+def _run_once(command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path) -> Finished:
     process = subprocess.Popen(
         command,
         env=env,
