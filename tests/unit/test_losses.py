@@ -1,7 +1,6 @@
 """Unit tests for the death of a worker that the others survive (F1 to F4 in docs/design/failure.md)."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 import mpirpc as rpc
 from mpirpc.errors import ConfigurationError, RRefError, WorkerLostError
 from mpirpc.testing import LoopbackCluster
+from tests.unit.waiting import until
 
 GATE = threading.Event()
 GONE = r"'worker1' \(rank 1\) has died"
@@ -41,14 +41,6 @@ def fetch(rref):
 
 def double(tensor):
     return tensor * 2
-
-
-def until(look):
-    """Wait for what an executor thread is about to do."""
-    deadline = time.monotonic() + 30
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def facts(name, worker):
