@@ -80,7 +80,7 @@ def init_rpc(
 
     Raises:
         ConfigurationError: RPC runs already; or, on every rank alike, a rank or size differs from MPI's, a
-            name is bad or used twice, or the job was started wrongly.
+            name is bad or used twice, a device map is for nobody, or the job was started wrongly.
 
     Progress: blocks until all ranks have called it.
     """

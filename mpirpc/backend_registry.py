@@ -113,7 +113,8 @@ def _init_mpi(name: str | None, rank: int, world_size: int | None, options: RpcB
     problem = ""
     if not isinstance(options, MPIRpcBackendOptions):
         problem = f"rpc_backend_options is a {type(options).__qualname__}, not MPIRpcBackendOptions"
-    comm, names = join_group(getattr(options, "comm", None), name, rank, world_size, problem)
+    mapped = getattr(options, "device_maps", ())
+    comm, names = join_group(getattr(options, "comm", None), name, rank, world_size, problem, mapped)
     assert isinstance(options, MPIRpcBackendOptions)
     workers = [WorkerInfo(worker, place) for place, worker in enumerate(names)]
     return Runtime(MPITransport(comm, options.chunk_nbytes), workers, options)

@@ -144,9 +144,7 @@ class Agent:
         # request_id -> what to do should its response still come; _end() adds, the response removes
         self._overdue: dict[int, Callable[[], None]] = {}
         self._device_maps: dict[int, DeviceMap] = {
-            self._by_name[name].id: device_map
-            for name, device_map in options.device_maps.items()
-            if name in self._by_name
+            self.find_worker(name).id: device_map for name, device_map in options.device_maps.items()
         }
         self._closed_because = ""
         self.left: set[int] = set()  # workers that left without agreement; _on_leave() adds

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 
 import numpy as np
 from mpi4py import MPI
@@ -31,7 +32,12 @@ _abandoned: list[object] = []
 
 
 def join_group(
-    comm: MPI.Comm | None, name: str | None, rank: int, world_size: int | None, problem: str = ""
+    comm: MPI.Comm | None,
+    name: str | None,
+    rank: int,
+    world_size: int | None,
+    problem: str = "",
+    mapped: Iterable[str] = (),
 ) -> tuple[MPI.Comm, list[str]]:
     """Meet the other workers: one collective on ``comm``. Blocks until every rank has called it.
 
@@ -41,22 +47,30 @@ def join_group(
         rank: What the program believes its rank to be; -1 if it has no opinion.
         world_size: Likewise; None if it has no opinion.
         problem: What the caller found wrong with this rank, to be raised on all.
+        mapped: Names of workers for which this one has device maps.
 
     Returns:
         The communicator, and all workers' names in rank order.
 
     Raises:
         ConfigurationError: On every rank alike: MPI has too low a thread level, a rank was started wrongly or
-            holds wrong beliefs, a name is not allowed, or two workers have the same. On this rank alone: MPI
-            cannot be used in this process.
+            holds wrong beliefs, a name is not allowed, two workers have the same, or a device map is for no
+            worker. On this rank alone: MPI cannot be used in this process.
     """
     _check_mpi_runs()
     comm = MPI.COMM_WORLD if comm is None else comm
     name = f"worker{comm.rank}" if name is None else name
     problem = problem or _find_problem(comm, name, rank, world_size)
-    everyone = [json.loads(text) for text in _allgather(comm, json.dumps([str(name), problem]).encode())]
+    mine = json.dumps([str(name), problem, list(map(str, mapped))]).encode()
+    everyone = [json.loads(text) for text in _allgather(comm, mine)]
     names = [entry[0] for entry in everyone]
     problems = [f"rank {place}: {entry[1]}" for place, entry in enumerate(everyone) if entry[1]]
+    problems += [
+        f"rank {place}: device_maps names {worker!r}, which is no worker of the group"
+        for place, entry in enumerate(everyone)
+        for worker in entry[2]
+        if worker not in names
+    ]
     problems += [
         f"the name {worker!r} is used by ranks {[i for i, found in enumerate(names) if found == worker]}"
         for worker in sorted(set(names))

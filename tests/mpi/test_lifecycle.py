@@ -63,6 +63,14 @@ def test_bad_names_fail_everywhere_alike(comm, name, named):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_device_map_for_nobody_fails_everywhere_alike(comm):
+    maps = {"nobody": {"cuda:0": "cuda:0"}, "worker0": {"cuda:0": "cuda:1"}} if comm.rank == 1 else None
+    with pytest.raises(ConfigurationError, match="rank 1: device_maps names 'nobody'") as caught:
+        rpc.init_rpc(rpc_backend_options=options(comm, device_maps=maps))
+    assert len(set(everyones(comm, str(caught.value)))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("beliefs", [{"rank": 0}, {"world_size": 99}, {"rank": 7}], ids=repr)
 def test_wrong_beliefs_fail_everywhere_alike(comm, beliefs):
     with pytest.raises(ConfigurationError, match="was given, but MPI says") as caught:
