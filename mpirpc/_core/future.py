@@ -36,9 +36,9 @@ class Future(torch.futures.Future[T]):
 
     @classmethod
     def _make(cls, agent: Agent) -> Future[Any]:
+        """Make one; who calls this sets ``_waiter`` to what is done when the future is."""
         future: Future[Any] = cls()
         future._agent = agent
-        future._waiter = Waiter()
         future._has_callbacks = False
         return future
 
@@ -101,6 +101,7 @@ class Future(torch.futures.Future[T]):
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments. callback={callback!r} is not callable")
         chained: Future[Any] = Future._make(self._agent)
+        chained._waiter = Waiter()
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
