@@ -429,8 +429,10 @@ class Agent:
         return self._closed_because
 
     def is_quiet(self) -> bool:
-        """Say whether nothing is pending, running or queued here."""
+        """Say whether nothing is pending, being handled, running or queued here."""
         engine = self.engine
+        if engine.has_in_hand:  # first: what it leads to is one of the others
+            return False
         return not (self._pending or self.executor.is_busy or engine.works or engine.urgent or engine.chores)
 
     def stop(self, why: str, graceful: bool) -> None:

@@ -18,7 +18,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,8 @@ class ProgressEngine:
         self._executor_leads = False  # whether the leader is an executor thread
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
         self._outbox: deque[tuple[int, Outgoing]] = deque()
+        # an entry for each thread that has messages to handle; _poll() adds it under the lock
+        self._in_hand: list[None] = []
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
         self._is_closed = False
@@ -207,7 +210,10 @@ class ProgressEngine:
                 self._flush()
             if self._sum is not None:
                 self._move_sum()
-            return self.transport.poll()
+            arrivals = self.transport.poll()
+            if arrivals:
+                self._in_hand.append(None)
+            return arrivals
         except Exception as error:
             if not isinstance(error, TransportError):
                 error = TransportError(f"receiving failed: {type(error).__name__}: {error}")
@@ -283,14 +289,19 @@ class ProgressEngine:
             self._promote()
 
     def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
-        for place, arrival in enumerate(arrivals):
-            try:
-                self._handle(arrival)
-            except Exception:
-                log.exception("a message could not be handled; this is a bug in mpirpc")
-            except BaseException:  # Ctrl-C: the other messages are not lost
-                self.urgent.extend([partial(self._handle, rest) for rest in arrivals[place + 1 :]])
-                raise
+        """Handle what ``_poll`` has returned, and the chores."""
+        try:
+            for place, arrival in enumerate(arrivals):
+                try:
+                    self._handle(arrival)
+                except Exception:
+                    log.exception("a message could not be handled; this is a bug in mpirpc")
+                except BaseException:  # Ctrl-C: the other messages are not lost
+                    self.urgent.extend([partial(self._handle, rest) for rest in arrivals[place + 1 :]])
+                    raise
+        finally:
+            if arrivals:
+                self._in_hand.pop()
         while self.chores:
             try:
                 chore, argument = self.chores.popleft()
@@ -373,6 +384,25 @@ class ProgressEngine:
         return False
 
     # --- agreeing with all workers ---
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Keep all threads off the transport: what it has counted as received is handled, or ``has_in_hand``.
+
+        Thread: any. Blocks for one step of another thread.
+        """
+        lock = self._lock
+        if isinstance(lock, _NeverFree):
+            yield
+            return
+        with lock:
+            yield
+        self._empty_outbox()
+
+    @property
+    def has_in_hand(self) -> bool:
+        """Say whether a message that was received is being handled."""
+        return bool(self._in_hand)
 
     def post_sum(self, values: list[int]) -> Waiter:
         """Add up ``values`` over all workers; when the waiter is done, ``sums`` holds the result."""

@@ -196,8 +196,9 @@ class Runtime:
         before: list[int] = []
         while True:
             self._wait_until(self._is_quiet, deadline)
-            stats = self.transport.stats()
-            busy = 0 if self._is_quiet() else 1
+            with self.agent.engine.stopped():
+                stats = self.transport.stats()
+            busy = 0 if self._is_quiet() else 1  # second: what was counted may be in somebody's hands
             waiter = self.agent.engine.post_sum([stats.messages_sent, stats.messages_received, busy])
             self.agent.engine.wake()
             self._wait_until(lambda: waiter.done, deadline, waiter)  # noqa: B023

@@ -60,14 +60,16 @@ class Survivors:
             if lost != known:
                 lost, number = known, 0
             number += 1
-            self._report(lost, number, not is_quiet())
+            self._report(lost, number, is_quiet)
             self._wait_for_reports(lost, number, wait_until, deadline)
         self._tell(m.AtRest(self._table.phase))
 
-    def _report(self, lost: frozenset[int], number: int, is_busy: bool) -> None:
+    def _report(self, lost: frozenset[int], number: int, is_quiet: Callable[[], bool]) -> None:
         living = [worker.id for worker in self._agent.workers if worker.id not in lost]
-        with self._lock:
+        with self._agent.engine.stopped():
             counts = [self._transport.counts(rank) for rank in living]
+        is_busy = not is_quiet()  # second: what was counted may be in somebody's hands
+        with self._lock:
             sent, received = (sum(column) for column in zip(*counts, strict=True))
             report = m.RestReport(self._table.phase, view_of(lost), number, sent, received, is_busy)
             self._table.add(self._agent.rank, report)

@@ -1,6 +1,7 @@
 """Unit tests for mpirpc._core.agent: requests find responses, deadlines end them, strangers are refused."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mpirpc._core.messages import Body
 from mpirpc._core.transport import Arrival
 from mpirpc.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
 from mpirpc.testing import LoopbackCluster
+from tests.unit.waiting import until
 
 
 @pytest.fixture
@@ -176,6 +178,37 @@ def test_quiet_when_nothing_happens(cluster):
         assert not agent.is_quiet()
         cluster.network.release_all()
         future.wait()
+
+
+_entered, _gate = threading.Event(), threading.Event()
+
+
+class SlowToRebuild:
+    """Rebuilding it takes until the gate opens."""
+
+    def __reduce__(self):
+        return _rebuild, ()
+
+
+def _rebuild():
+    _entered.set()
+    assert _gate.wait(30)
+    return "rebuilt"
+
+
+def test_not_quiet_while_what_came_is_being_handled(cluster):
+    """Nothing is pending any more, and nothing of it shows anywhere else: shutdown must wait all the same."""
+    runtime = cluster.runtimes[0]
+    with cluster.on(0):
+        future = rpc.rpc_async("worker1", SlowToRebuild)
+        assert _entered.wait(30)
+        with runtime.agent.engine.stopped():
+            assert runtime.transport.stats().messages_received == 1
+            assert runtime.agent.num_pending == 0
+            assert not runtime.agent.is_quiet()
+        _gate.set()
+        assert future.wait() == "rebuilt"
+        until(runtime.agent.is_quiet)
 
 
 def test_limit_on_bytes_under_way_makes_callers_wait(cluster, monkeypatch):
