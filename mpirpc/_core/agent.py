@@ -431,9 +431,14 @@ class Agent:
     def is_quiet(self) -> bool:
         """Say whether nothing is pending, being handled, running or queued here."""
         engine = self.engine
-        if engine.has_in_hand:  # first: what it leads to is one of the others
-            return False
-        return not (self._pending or self.executor.is_busy or engine.works or engine.urgent or engine.chores)
+        return not (
+            engine.has_in_hand  # first: what it leads to is one of the others
+            or self._pending
+            or self.executor.is_busy
+            or engine.works
+            or engine.urgent
+            or engine.chores
+        )
 
     def stop(self, why: str, graceful: bool) -> None:
         """End: refuse new requests, fail those pending, stop the threads, close the transport.

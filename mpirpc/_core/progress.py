@@ -131,7 +131,8 @@ class ProgressEngine:
         self._executor_leads = False  # whether the leader is an executor thread
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
         self._outbox: deque[tuple[int, Outgoing]] = deque()
-        # an entry for each thread that has messages to handle; _poll() adds it under the lock
+        # counts the threads that have messages to handle, by its length: adding to a list and taking off are
+        # atomic. _poll() adds under the lock, _handle_all() takes off
         self._in_hand: list[None] = []
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
