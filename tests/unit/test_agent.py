@@ -1,6 +1,5 @@
 """Unit tests for mpirpc._core.agent: requests find responses, deadlines end them, strangers are refused."""
 
-import os
 import threading
 
 import pytest
@@ -32,8 +31,7 @@ def rough_cluster():
 
 def wait_until_held(cluster, count):
     """A message may leave on the thread that polls: a moment after the call."""
-    while len(cluster.network.held) < count:
-        os.sched_yield()
+    until(lambda: len(cluster.network.held) >= count)
 
 
 # --- workers ---
@@ -199,6 +197,8 @@ def _rebuild():
 def test_not_quiet_while_what_came_is_being_handled(cluster):
     """Nothing is pending any more, and nothing of it shows anywhere else: shutdown must wait all the same."""
     runtime = cluster.runtimes[0]
+    _entered.clear()
+    _gate.clear()
     with cluster.on(0):
         future = rpc.rpc_async("worker1", SlowToRebuild)
         assert _entered.wait(30)

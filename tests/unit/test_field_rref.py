@@ -11,6 +11,7 @@ import mpirpc as rpc
 from mpirpc import autograd
 from mpirpc.errors import NotInitializedError
 from mpirpc.testing import LoopbackCluster
+from tests.unit.waiting import until
 
 LIMIT = 30.0
 
@@ -160,7 +161,7 @@ def test_memory_stays_flat_over_many_passes(cluster):
     threads, before = threading.active_count(), resident_nbytes()
     run(300)
     assert resident_nbytes() - before < 64 << 20
-    assert threading.active_count() < threads + 30  # spare ones come and go; one for each pass would be 300
+    until(lambda: threading.active_count() <= threads + 3)  # spare ones end after a while
 
 
 def test_done_future_keeps_no_argument(cluster):

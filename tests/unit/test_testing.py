@@ -1,6 +1,5 @@
 """Unit tests for mpirpc.testing: a whole group in one process, its network in the test's hands."""
 
-import os
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ import mpirpc as rpc
 from mpirpc._core.current import get_current_or_none
 from mpirpc.errors import NotInitializedError, RpcTimeoutError
 from mpirpc.testing import LoopbackCluster
+from tests.unit.waiting import until
 
 
 def whoami():
@@ -43,8 +43,7 @@ def test_held_message_arrives_when_released():
     with LoopbackCluster(2) as cluster, cluster.on(0):
         cluster.network.hold()
         future = rpc.rpc_async("worker1", whoami)
-        while not cluster.network.held:  # it may leave on the thread that polls
-            os.sched_yield()
+        until(lambda: cluster.network.held)  # it may leave on the thread that polls
         assert not future.done()
         cluster.network.release_all()
         assert future.wait() == 1

@@ -7,7 +7,7 @@ LIMIT = 30.0
 """Seconds after which it is not going to happen."""
 
 
-def until(look: Callable[[], bool]) -> None:
+def until(look: Callable[[], object]) -> None:
     """Wait until ``look()`` is true; fail if it never is."""
     deadline = time.monotonic() + LIMIT
     while not look():
