@@ -58,7 +58,7 @@ def _cpu_model() -> str:
                 if line.lower().startswith(("model name", "cpu model")):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass
+        pass  # not Linux
     return platform.processor() or platform.machine()
 
 

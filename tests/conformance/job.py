@@ -266,7 +266,7 @@ def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
-        pass
+        pass  # it has ended
 
 
 def _place_in_suite(dump: str) -> list[str]:
