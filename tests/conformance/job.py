@@ -39,6 +39,10 @@ SETTLE_LIMIT = 10.0
 GRACE = 5.0
 """Seconds that the other ranks get when one has failed."""
 
+SETTINGS = {"MKL_NUM_THREADS": "1", "TORCH_DIST_INIT_BARRIER": "1"}
+"""Environment of the ranks. Some tests call others that use the process group as soon as their own
+``init_process_group`` has returned; without torch's barrier the others may not have theirs yet."""
+
 LEAVES_THREADS = {"DistAutogradTest.test_backward_unused_send_function"}
 """Tests that leave a thread stuck for ever, by design: the job is not used further."""
 
@@ -116,7 +120,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=rank_environment({"PYTHONPATH": str(ROOT), "MKL_NUM_THREADS": "1"}),
+                env=rank_environment(SETTINGS | {"PYTHONPATH": str(ROOT)}),
                 cwd=ROOT,
                 start_new_session=True,
             )
