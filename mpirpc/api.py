@@ -7,19 +7,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.jit import ScriptFunction
 
-from mpirpc._core.agent import Pending, WorkerInfo
-from mpirpc._core.call import Calls
+from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.current import get_current, get_current_or_none, is_forked, set_process_runtime
 from mpirpc._core.future import FirstError, Future
-from mpirpc._core.messages import Body
 from mpirpc._core.mpi_faults import end_job, has_others
-from mpirpc._core.pickling import Call
 from mpirpc._core.runtime import Runtime
 from mpirpc._core.timing import deadline_after
 from mpirpc.backend_registry import BackendType, init_backend
@@ -204,8 +201,7 @@ def rpc_async(
     """
     runtime = get_current()
     dest, call, limit = _prepare(runtime, to, func, args, kwargs, timeout)
-    calls = runtime.calls
-    future: Future[Any] = calls.future_of(lambda done: calls.start_call(dest, call, limit, on_done=done))
+    future: Future[Any] = runtime.calls.start_future(dest, call, limit)
     return future
 
 
@@ -236,15 +232,7 @@ def broadcast(
         return []
     call, limit = prepared[0][1:]
     body = calls.body_for_several(call)
-    return [
-        calls.future_of(partial(_start, calls, dest, call, limit, body)) for dest in (p[0] for p in prepared)
-    ]
-
-
-def _start(
-    calls: Calls, dest: int, call: Call, limit: float, body: Body | None, done: Callable[[Pending], None]
-) -> Pending:
-    return calls.start_call(dest, call, limit, on_done=done, body=body)
+    return [calls.start_future(dest, call, limit, body) for dest, _, _ in prepared]
 
 
 def remote(
@@ -277,11 +265,12 @@ def _prepare(
     """Check what the three ways to call have in common: the callee's rank, the call, the limit."""
     if not callable(func):
         raise TypeError(f"func={func!r} is not callable: function should be callable")
-    if isinstance(func, torch.jit.ScriptFunction):
+    if isinstance(func, ScriptFunction):
         check_script_call(func, len(args or ()) + len(kwargs or ()))
-    timeout = check_timeout(timeout, runtime.options.rpc_timeout)
-    dest = runtime.agent.find_worker(to).id
-    return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), timeout
+    agent = runtime.agent
+    limit = agent.options.rpc_timeout if timeout == UNSET_TIMEOUT else check_timeout(timeout, 0)
+    dest = agent.find_worker(to).id
+    return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), limit
 
 
 @contextmanager

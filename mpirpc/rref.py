@@ -250,7 +250,7 @@ class RRef(Generic[T]):
 
     def _call_async(self, call: Call, limit: float) -> Future[Any]:
         calls = self._calls
-        return calls.future_of(lambda on_done: calls.start_call(self._owner, call, limit, on_done=on_done))
+        return calls.start_future(self._owner, call, limit)
 
     def _call_remote(self, call: Call, limit: float) -> RRef[Any]:
         return RRef._remote(self._calls, self._owner, call, limit)

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
+from typing import Any
 
 from mpirpc._core import wire
 from mpirpc._core.devices import DeviceMap
@@ -19,7 +21,7 @@ from mpirpc._core.executor import Executor
 from mpirpc._core.flow import Flow
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message
 from mpirpc._core.profiling import Span
-from mpirpc._core.progress import ProgressEngine, Waiter, make_parking
+from mpirpc._core.progress import ProgressEngine, Waiter
 from mpirpc._core.timing import UNLIMITED, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
 from mpirpc._core.wire import Incoming
@@ -69,6 +71,7 @@ class Pending(Waiter):
         on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
         on_late: If set, called if the request ended without a response, and one comes after all.
         counted: Bytes that :class:`Flow` has counted for it.
+        future: What ``on_done`` fulfils, if that is a future.
         span: If the call is profiled: where the time it takes is noted.
     """
 
@@ -77,6 +80,7 @@ class Pending(Waiter):
         "deadline",
         "dest",
         "error",
+        "future",
         "incoming",
         "on_done",
         "on_late",
@@ -88,7 +92,8 @@ class Pending(Waiter):
 
     def __init__(self, request_id: int, dest: int, timeout: float, what: object) -> None:
         self.done = False
-        self._parking = make_parking()
+        self._is_woken = False
+        self._parking = None
         self._bell = None
         self.request_id = request_id
         self.dest = dest
@@ -100,6 +105,7 @@ class Pending(Waiter):
         self.on_done: Callable[[Pending], None] | None = None
         self.on_late: Callable[[], None] | None = None
         self.counted = 0
+        self.future: Any = None
         self.span: Span | None = None
 
 
@@ -137,7 +143,8 @@ class Agent:
         self.handlers: dict[type, Handler] = {Leave: self._on_leave}
         self.num_requests = 0
         self._by_name = {worker.name: worker for worker in workers}
-        self._ids = itertools.count(1)
+        self.next_id = itertools.count(1).__next__
+        """Return a number not used before in this generation."""
         # request_id -> request: request() adds; the response, the deadline or the end of the group removes
         self._pending: dict[int, Pending] = {}
         self._late: Callable[[int, Incoming], None] = lambda source, incoming: None
@@ -146,7 +153,7 @@ class Agent:
         self._device_maps: dict[int, DeviceMap] = {
             self.find_worker(name).id: device_map for name, device_map in options.device_maps.items()
         }
-        self._closed_because = ""
+        self.closed_because = ""  # why the group has ended here; nothing while it has not
         self.left: set[int] = set()  # workers that left without agreement; _on_leave() adds
         self.lost: set[int] = set()  # those of them that died; _on_death() adds
         self._flow = Flow(transport, options.max_unfinished_nbytes, self.left)
@@ -193,10 +200,6 @@ class Agent:
 
     # --- sending ---
 
-    def next_id(self) -> int:
-        """Return a number not used before in this generation."""
-        return next(self._ids)
-
     def send(
         self,
         dest: int,
@@ -217,8 +220,8 @@ class Agent:
 
     def check_open(self) -> None:
         """Raise NotInitializedError if the group has ended here."""
-        if self._closed_because:
-            raise NotInitializedError(f"no call can be made any more: {self._closed_because}")
+        if self.closed_because:
+            raise NotInitializedError(f"no call can be made any more: {self.closed_because}")
         if self.engine.failure is not None:
             raise fresh(self.engine.failure)
 
@@ -234,8 +237,8 @@ class Agent:
             RpcTimeoutError: The deadline passed before anything was sent.
             SerializationError: A tensor of the body is on a device that has no place at the callee.
         """
-        outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(pending.dest))
         flow, dest, counts = self._flow, pending.dest, pending.on_done is not None
+        outgoing = wire.encode(message, body, self._eager_limit, self._device_maps.get(dest))
         if flow.is_clogged(dest) or (counts and flow.is_full(dest)):
             unanswered = counts and not self.executor.owns_this_thread()
             if not self.wait(flow.below_limit(dest, unanswered), pending.deadline):
@@ -248,17 +251,18 @@ class Agent:
         )
         self.num_requests += 1
         self._pending[pending.request_id] = pending
-        if self._closed_because:  # stop() may have looked before this was added
-            self._end(pending, NotInitializedError(f"the call was pending when {self._closed_because}"))
+        if self.closed_because:  # stop() may have looked before this was added
+            self._end(pending, NotInitializedError(f"the call was pending when {self.closed_because}"))
             return
-        if pending.deadline < self.engine.alarm_at:
-            self.engine.alarm_at = pending.deadline
+        engine = self.engine
+        if pending.deadline < engine.alarm_at:
+            engine.alarm_at = pending.deadline
         if body is not None and body.forks:
-            self.on_forks(pending.dest, body.forks)
-        if pending.dest in self.left:
+            self.on_forks(dest, body.forks)
+        if dest in self.left:
             self._end(pending, self._lost(pending))
         else:
-            self.engine.submit(pending.dest, outgoing)
+            engine.submit(dest, outgoing)
 
     def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""
@@ -277,7 +281,8 @@ class Agent:
         If the wait is broken off (Ctrl-C), the request is forgotten: a late response is dropped.
         """
         try:
-            if not self.wait(pending, pending.deadline):
+            is_work = get_ident() in self.executor.threads
+            if not (self.wait if is_work else self.engine.wait)(pending, pending.deadline):
                 self._end(pending, self._timeout(pending))
                 pending.done or self.wait(pending)
         except BaseException:
@@ -292,16 +297,16 @@ class Agent:
         source = arrival.source
         try:
             incoming = wire.decode(arrival.head, arrival.frames)
-            message = incoming.message
-            kind = type(message)
+            kind = incoming.kind
             if kind is CallResponse or kind is ErrorResponse:
-                self._on_response(source, message.request_id, incoming)  # type: ignore[union-attr]
+                self._on_response(source, incoming)
             else:
                 self.handlers[kind](source, incoming)
         except RpcError as error:
             log.error("a message was refused: source=%s error=%s", self.describe(source), error)
 
-    def _on_response(self, source: int, request_id: int, incoming: Incoming) -> None:
+    def _on_response(self, source: int, incoming: Incoming) -> None:
+        request_id = incoming.request_id
         pending = self._pending.pop(request_id, None)
         if pending is None:
             log.debug("late response dropped: source=%d request=%d", source, request_id)
@@ -317,7 +322,10 @@ class Agent:
                 f"which went to {self.describe(pending.dest)}"
             )
         pending.incoming = incoming
-        self._over(pending)
+        if pending.on_done is None:
+            pending.set()
+        else:
+            self._over(pending)
 
     def on_late_response(self, handler: Callable[[int, Incoming], None]) -> None:
         """Set what releases the contents of a response that nobody waits for any more."""
@@ -421,12 +429,7 @@ class Agent:
     @property
     def is_closed(self) -> bool:
         """Say whether the group has ended here."""
-        return bool(self._closed_because)
-
-    @property
-    def closed_because(self) -> str:
-        """Why the group has ended here; nothing while it has not."""
-        return self._closed_because
+        return bool(self.closed_because)
 
     def is_quiet(self) -> bool:
         """Say whether nothing is pending, being handled, running or queued here."""
@@ -446,7 +449,7 @@ class Agent:
         Not graceful: the others are told, so that they do not wait for this worker; nobody waits until they
         know.
         """
-        self._closed_because = why
+        self.closed_because = why
         if not graceful:
             for worker in self.workers:
                 if worker.id != self.rank and worker.id not in self.left:
@@ -457,7 +460,7 @@ class Agent:
 
     def forsake(self, why: str) -> None:
         """In a forked child: refuse all work, as after the end, but close and stop nothing."""
-        self._closed_because = why
+        self.closed_because = why
         self.engine.forsake(why)
 
 

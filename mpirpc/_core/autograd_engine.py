@@ -80,7 +80,7 @@ class AutogradEngine:
         self._num_sends = 0
         self._num_passes = 0
         self._gone: set[int] = set()  # workers that left the group; lose() puts in
-        self._thread = _OfThread()
+        self.of_thread = _OfThread()
 
     def __repr__(self) -> str:
         return f"<AutogradEngine rank={self._rank} {self.stats()}>"
@@ -90,11 +90,11 @@ class AutogradEngine:
     @property
     def current_context_id(self) -> int:
         """The context that calls made by this thread belong to; 0 if none."""
-        return self._thread.context_id
+        return self.of_thread.context_id
 
     @current_context_id.setter
     def current_context_id(self, context_id: int) -> None:
-        self._thread.context_id = context_id
+        self.of_thread.context_id = context_id
 
     @property
     def max_id(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from mpirpc._core import messages as m
@@ -58,6 +59,7 @@ class Calls:
         on_done: Callable[[Pending], None] | None = None,
         on_late: Callable[[], None] | None = None,
         body: Body | None = None,
+        future: Future[Any] | None = None,
     ) -> Pending:
         """Send a call (function, args, kwargs) and return what waits for its response.
 
@@ -71,14 +73,14 @@ class Calls:
             SerializationError: Something cannot be pickled; nothing was sent.
         """
         agent = self.agent
-        agent.check_open()  # before RRefs of a group that has ended are forked
+        if agent.closed_because or agent.engine.failure is not None:
+            agent.check_open()  # before RRefs of a group that has ended are forked
         pending = Pending(agent.next_id(), dest, timeout, call[0])
-        pending.on_done = on_done
-        pending.on_late = on_late
+        pending.on_done, pending.on_late, pending.future = on_done, on_late, future
         if is_profiling():
             mode = "remote" if rref_id != NO_RREF else "sync" if on_done is None else "async"
             call = self._profiled(call, pending, mode)
-        context_id = self.autograd.current_context_id
+        context_id = self.autograd.of_thread.context_id
         if context_id:
             context_id = self._context_of_request(dest)
         if body is None:
@@ -87,7 +89,8 @@ class Calls:
         try:
             if context_id:
                 message_id = self.contents.attach(context_id, dest, body)
-            request = m.CallRequest(pending.request_id, context_id, message_id, rref_id, fork_id)
+            fields = pending.request_id, context_id, message_id, rref_id, fork_id
+            request = m.new_of(m.CallRequest, fields)
             agent.request(request, body, pending)
         except BaseException:
             self.contents.take_back(context_id, message_id, body)
@@ -158,14 +161,12 @@ class Calls:
         incoming = pending.incoming
         if incoming is None:
             raise InternalError(f"request {pending.request_id} is over without a response")
-        response = incoming.message
-        if isinstance(response, m.ErrorResponse):
+        if incoming.kind is m.ErrorResponse:
             if pending.span is not None:
                 pending.span.end((None, []))
             body, _ = incoming.body()
             raise load_error(body, self.agent.describe(pending.dest), name_of(pending.what))
-        assert isinstance(response, m.CallResponse)
-        result = self.contents.open(pending.dest, incoming, response.context_id, response.autograd_message_id)
+        result = self.contents.open_response(pending.dest, incoming)
         return result if pending.span is None else pending.span.end(result)
 
     def wait_result(self, pending: Pending) -> Any:
@@ -173,17 +174,10 @@ class Calls:
         self.agent.wait_response(pending)
         return self.finish_call(pending)
 
-    def future_of(self, start: Callable[[Callable[[Pending], None]], Pending]) -> Future[Any]:
-        """Start a call by ``start(on_done)`` and return a future of its result."""
+    def start_future(self, dest: int, call: Call, timeout: float, body: Body | None = None) -> Future[Any]:
+        """Start a call and return a future of its result. See :meth:`start_call`."""
         future = Future._make(self.agent)
-
-        def on_done(pending: Pending) -> None:
-            if future._has_callbacks and not self.agent.is_closed:
-                self.agent.executor.submit_urgent(lambda: self._fulfil(future, pending))
-            else:
-                self._fulfil(future, pending)
-
-        future._waiter = start(on_done)
+        future._waiter = self.start_call(dest, call, timeout, on_done=self._fulfil, body=body, future=future)
         started = self._thread.futures
         if started is not None:
             started.append(future)
@@ -199,7 +193,15 @@ class Calls:
         finally:
             self._thread.futures = before
 
-    def _fulfil(self, future: Future[Any], pending: Pending) -> None:
+    def _fulfil(self, pending: Pending) -> None:
+        """The call of a future is over: finish it, on an executor thread if the user's callbacks will run."""
+        future, pending.future = pending.future, None  # it holds the call, too
+        if future._has_callbacks and not self.agent.is_closed:
+            self.agent.executor.submit_urgent(partial(self._fulfil_here, future, pending))
+        else:
+            self._fulfil_here(future, pending)
+
+    def _fulfil_here(self, future: Future[Any], pending: Pending) -> None:
         try:
             result = self.finish_call(pending)
         except BaseException as error:

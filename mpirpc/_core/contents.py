@@ -49,9 +49,17 @@ class Contents:
         if message_id:
             self.autograd.cancel_send(context_id, message_id)
 
+    def open_response(self, source: int, incoming: Incoming) -> Any:
+        """Rebuild the result that a response carries; see :meth:`open`."""
+        if type(incoming) is ShortIncoming and not incoming.described:
+            return incoming.flat[1][0]  # a result is one value
+        response = incoming.message
+        assert isinstance(response, CallResponse)
+        return self.open(source, incoming, response.context_id, response.autograd_message_id)
+
     def open(self, source: int, incoming: Incoming, context_id: int, message_id: int) -> Any:
         """Rebuild what a message carries: handles first (they must be released even if unpickling fails)."""
-        if isinstance(incoming, ShortIncoming) and not incoming.described:
+        if type(incoming) is ShortIncoming and not incoming.described:
             return load_flat(incoming.flat)
         rrefs = [self._adopt(fork) for fork in incoming.forks()]
         body, needs_grad = incoming.body()

@@ -85,7 +85,7 @@ class Executor:
         self._name = name
         self._prepare = prepare
         self._lock = threading.Lock()  # around what follows
-        self._threads: dict[int, threading.Thread] = {}  # by ident: all that live
+        self.threads: dict[int, threading.Thread] = {}  # by ident: all that live
         self._spare: list[_ThreadGoal] = []  # parked without a task
         self._deputy: _ThreadGoal | None = None
         self._num_running = 0  # works being run, without urgent ones and those that wait
@@ -111,7 +111,7 @@ class Executor:
     @property
     def num_threads_alive(self) -> int:
         """Threads of the pool now."""
-        return len(self._threads)
+        return len(self.threads)
 
     def start(self) -> None:
         """Start the first thread."""
@@ -136,7 +136,7 @@ class Executor:
 
     def owns_this_thread(self) -> bool:
         """Say whether the calling thread is an executor thread."""
-        return threading.get_ident() in self._threads
+        return threading.get_ident() in self.threads
 
     def stop(self) -> None:
         """End all threads. Works that have not begun are dropped.
@@ -146,7 +146,7 @@ class Executor:
         """
         self._stopping = True
         with self._lock:
-            threads = list(self._threads.values())
+            threads = list(self.threads.values())
             goals = [*self._spare, *([self._deputy] if self._deputy else [])]
         for goal in goals:
             goal.unpark()
@@ -182,7 +182,7 @@ class Executor:
             name = f"{self._name}-{self._num_made}"
             thread = threading.Thread(target=self._run, args=(may_lead,), name=name, daemon=True)
             thread.start()
-            self._threads[thread.ident or 0] = thread
+            self.threads[thread.ident or 0] = thread
 
     def _run(self, may_lead: bool) -> None:
         """Be an executor thread. ``may_lead``: take the lead at once if it is free, do not stand by first."""
@@ -204,7 +204,7 @@ class Executor:
             return
         finally:
             with self._lock:
-                self._threads.pop(threading.get_ident(), None)
+                self.threads.pop(threading.get_ident(), None)
 
     def _take_work(self) -> Work | None:
         """Return a work that may run now, if there is one."""

@@ -71,6 +71,8 @@ def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
         except TypeError:  # not hashable
             name = None
         if name is not None:
+            if _SIMPLE.issuperset(map(type, args)) and not (hook is not None and hook.reducers):
+                return Body(b"", [], [], (name, args, (), ()))
             body = _flatten(name, args, hook)
             if body is not None:
                 return body
@@ -79,6 +81,8 @@ def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
 
 def dumps_result(result: object, hook: RRefHook | None = None) -> Body:
     """Prepare a result for another worker; see :func:`dumps`."""
+    if type(result) in _SIMPLE and not (hook is not None and hook.reducers):
+        return Body(b"", [], [], (None, (result,), (), ()))
     return _flatten(None, (result,), hook) or dumps(result, hook)
 
 

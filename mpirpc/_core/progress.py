@@ -46,35 +46,36 @@ UNFINISHED_SLEEP = 1e-4
 """Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
 
 
-def make_parking() -> threading.Lock:
-    """Make the place where a waiter parks: a lock that is taken."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 class Waiter:
     """Something a thread waits for: done or not, with a place to park.
+
+    The place is a lock that is taken, made by the first thread that parks: most waiters are done before.
 
     Thread: ``set`` any; ``park`` one thread at a time.
     """
 
-    __slots__ = ("_bell", "_parking", "done")
+    __slots__ = ("_bell", "_is_woken", "_parking", "done")
 
     def __init__(self) -> None:
         self.done = False
-        self._parking = make_parking()
+        self._is_woken = False  # whether it was woken so far
+        self._parking: threading.Lock | None = None
         self._bell: Bell | None = None  # beside which the parked thread sleeps
 
     def set(self) -> None:
         """Say that it is done and wake who waits."""
-        self.done = True
-        self.unpark()
+        self.done = self._is_woken = True
+        if self._parking is not None:
+            self.unpark()
 
     def unpark(self) -> None:
         """Wake the parked thread, or make its next ``park`` return at once."""
+        self._is_woken = True  # first: whoever makes the lock looks at this after
+        parking = self._parking
+        if parking is None:
+            return
         try:
-            self._parking.release()
+            parking.release()
         except RuntimeError:  # a wake-up is stored already
             return
         bell = self._bell
@@ -85,15 +86,28 @@ class Waiter:
         """Sleep until woken, ``bell`` rings or ``timeout`` seconds have passed; say whether woken."""
         if timeout < SHORT_SLEEP:
             return self.park(timeout)
+        parking = self._parking or self._make_parking()
         self._bell = bell  # first: who unparks from now on rings as well
         try:
-            return self._parking.acquire(False) or bell.sleep(timeout)
+            return parking.acquire(False) or bell.sleep(timeout)
         finally:
             self._bell = None
 
     def park(self, timeout: float) -> bool:
-        """Sleep until woken or ``timeout`` seconds have passed; say whether woken."""
-        return self._parking.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+        """Sleep until woken or ``timeout`` seconds have passed; say whether woken.
+
+        Now and then it returns early for nothing.
+        """
+        parking = self._parking or self._make_parking()
+        return parking.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+
+    def _make_parking(self) -> threading.Lock:
+        parking = threading.Lock()
+        parking.acquire()
+        self._parking = parking
+        if self._is_woken:  # by someone who may not have seen the lock
+            self.unpark()
+        return parking
 
 
 class ProgressEngine:
@@ -148,19 +162,20 @@ class ProgressEngine:
         Thread: any.   Progress: never blocks.
         Errors: if the transport refuses the message, ``message.on_failed`` is called.
         """
-        if not self._outbox and self._lock.acquire(False):
+        lock = self._lock
+        if not self._outbox and lock.acquire(False):
             try:
-                accepted = self._post(dest, message)
+                self.transport.post_send(dest, message)
+            except Exception as error:
+                self._on_refused(message, error)
             finally:
-                self._lock.release()
-            if not accepted:
-                self.on_works()
+                lock.release()
         else:
             self._outbox.append((dest, message))
         if self._outbox:
             self._empty_outbox()
-        if self._is_closed:
-            self._refuse_outbox()
+            if self._is_closed:
+                self._refuse_outbox()
         leader = self._leader  # no time to sleep: polling moves what is long, and who answers at once rings
         if leader is not None:  # no bell; a request brings a deadline, too
             leader.unpark()
@@ -186,18 +201,16 @@ class ProgressEngine:
                 dest, message = self._outbox.popleft()
             except IndexError:
                 return
-            if not self._post(dest, message):
-                self.on_works()
+            try:
+                self.transport.post_send(dest, message)
+            except Exception as error:
+                self._on_refused(message, error)
 
-    def _post(self, dest: int, message: Outgoing) -> bool:
-        """Send; say whether the transport took it. The lock is held."""
-        try:
-            self.transport.post_send(dest, message)
-        except Exception as error:
-            if message.on_failed is not None:
-                self.urgent.append(partial(message.on_failed, error))
-            return False
-        return True
+    def _on_refused(self, message: Outgoing, error: Exception) -> None:
+        """The transport did not take a message. The lock is held."""
+        if message.on_failed is not None:
+            self.urgent.append(partial(message.on_failed, error))
+        self.on_works()
 
     # --- polling ---
 
@@ -247,7 +260,8 @@ class ProgressEngine:
         self.num_leads += 1
         self._executor_leads = takes_works
         self._leader = goal
-        spin: Backoff | None = None  # made when there is nothing to do
+        backoff: Backoff | None = None  # made when there is nothing to do
+        yields_until = 0.0  # before, it does not sleep
         holds = True
         try:
             while not goal.done and not self._is_closed:
@@ -267,27 +281,35 @@ class ProgressEngine:
                         return
                     holds = True
                     self._leader = goal
-                    spin = None
+                    backoff, yields_until = None, 0.0
                     continue
                 if now >= deadline or (takes_works and self._followers):
                     return
-                if spin is None:
-                    spin = Backoff(self._spin_time)
+                if backoff is None:
+                    backoff = Backoff(self._spin_time, now)
                     if self.gil_wait is not None:
-                        spin.give_way = self.gil_wait.give_way
-                bell = self.transport.bell
-                if self.transport.has_unfinished():
-                    spin.pause(now, goal.park, UNFINISHED_SLEEP)
-                elif bell is None:
-                    spin.pause(now, goal.park, self._idle_sleep)
+                        backoff.give_way = self.gil_wait.give_way
+                    yields_until = now + self._spin_time
+                if now < yields_until:
+                    backoff.give_way()
                 else:
-                    longest = min(LONG_SLEEP, deadline - now, self.alarm_at - now)
-                    spin.pause(now, partial(goal.rest, bell), max(0.0, longest))
+                    self._pause(goal, backoff, now, deadline)
         finally:
             if holds:
                 self._leader = None  # what it waited for may hold the user's tensors
                 self._lead.release()
             self._promote()
+
+    def _pause(self, goal: Waiter, backoff: Backoff, now: float, deadline: float) -> None:
+        """Pass some time, until ``goal`` is unparked or a message may have come."""
+        bell = self.transport.bell
+        if self.transport.has_unfinished():
+            backoff.pause(now, goal.park, UNFINISHED_SLEEP)
+        elif bell is None:
+            backoff.pause(now, goal.park, self._idle_sleep)
+        else:
+            longest = min(LONG_SLEEP, deadline - now, self.alarm_at - now)
+            backoff.pause(now, partial(goal.rest, bell), max(0.0, longest))
 
     def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
         """Handle what ``_poll`` has returned, and the chores."""

@@ -45,11 +45,16 @@ class Server:
         self.store = store
         self.contents = contents
         self.observers: list[Callable[[list[FunctionEvent]], None]] = []  # told what each call has run
-        self.lock = threading.Lock()  # around the counts
-        self.num_open = 0  # requests received and not answered
+        self.open_calls: set[ServedCall] = set()  # received and not answered; each adds and removes itself
         self.num_served = 0
+        self.lock = threading.Lock()  # around num_served
         agent.handlers[m.CallRequest] = self._on_call_request
         agent.handlers[m.FetchRequest] = self._on_fetch_request
+
+    @property
+    def num_open(self) -> int:
+        """Requests received and not answered."""
+        return len(self.open_calls)
 
     def _on_call_request(self, source: int, incoming: Incoming) -> None:
         """Take a call. Thread: the one that polled."""
@@ -103,8 +108,7 @@ class ServedCall:
         self.context_id = context_id
         self.value: OwnerValue | None = None
         self.recording: Recording | None = None
-        with server.lock:
-            server.num_open += 1
+        server.open_calls.add(self)
 
     def enter(self) -> None:
         """Join the context; leave it alone if it was released meanwhile."""
@@ -132,7 +136,10 @@ class ServedCall:
 
             if not server.store.when_confirmed(incoming.forks(), lambda: server.agent.executor.submit(run)):
                 return
-        self._run(func, args, kwargs)
+        if type(func) is OnValue:
+            self._run(func, args, kwargs)
+        else:
+            self._run_function(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> None:
         if type(func) is OnValue:
@@ -164,9 +171,10 @@ class ServedCall:
 
     def _run_function(self, func: Any, args: Any, kwargs: Any) -> None:
         """Run user code on this thread."""
-        autograd, observers = self._server.contents.autograd, self._server.observers
-        before = autograd.current_context_id
-        autograd.current_context_id = self.context_id
+        server = self._server
+        observers, of_thread = server.observers, server.contents.autograd.of_thread
+        before = of_thread.context_id
+        of_thread.context_id = self.context_id
         try:
             if self.recording is None and not observers:
                 result = func(*args, **kwargs)
@@ -179,7 +187,7 @@ class ServedCall:
             self.respond(None, error)
             return
         finally:
-            autograd.current_context_id = before
+            of_thread.context_id = before
         self.respond(result, None)
 
     def _record(
@@ -231,7 +239,7 @@ class ServedCall:
         finally:
             with server.lock:
                 server.num_served += 1
-                server.num_open -= 1
+            server.open_calls.discard(self)
 
     def _send_result(self, result: Any) -> BaseException | None:
         """Send a response; return what prevented it."""
@@ -245,7 +253,7 @@ class ServedCall:
             body = dumps_result(result, contents.hook)
             if context_id:
                 message_id = contents.attach(context_id, source, body)
-            response = m.CallResponse(self._request_id, context_id, message_id)
+            response = m.new_of(m.CallResponse, (self._request_id, context_id, message_id))
             self._server.agent.send(source, response, body)
         except BaseException as error:
             contents.take_back(context_id, message_id, body or Body())

@@ -2,14 +2,14 @@
 
 ::
 
-    magic      two bytes
-    content    marshal of (kind, fields, function, values, places of tensors among them, tensors)
+    (layout, kind, fields, what is flat, tensors)
 
-A tensor is (dtype, whether it requires grad, shape, bytes). One call of ``marshal`` writes or reads all: less
-than half of what the general layout of ``wire.py`` costs, which carries the rest (large tensors, views,
-tensors that share memory, RRefs, anything pickled).
+written by ``marshal``; its mark of a tuple, ``(``, opens no other message. A tensor is (dtype, whether it
+requires grad, shape, bytes). One call of ``marshal`` writes or reads all: less than half of what the general
+layout of ``wire.py`` costs, which carries the rest (large tensors, views, tensors that share memory, RRefs,
+anything pickled).
 
-What follows the magic is trusted, as ``marshal`` is not made for damaged bytes: MPI delivers what was sent.
+What follows the mark is trusted, as ``marshal`` is not made for damaged bytes: MPI delivers what was sent.
 """
 
 from __future__ import annotations
@@ -24,34 +24,30 @@ from mpirpc._core.messages import Flat
 from mpirpc._core.tensor_layout import are_apart, code_of, copy_from, copy_into, new_tensor
 from mpirpc.errors import RemoteProtocolError
 
-SHORT_MAGIC = b"\x01\x53"
-"""Opens every short message; the first byte is the version of this layout."""
+SHORT_MARK = ord("(")
+"""Opens every short message."""
 
-_VERSION = 4
-"""Of marshal's format."""
+LAYOUT = 2
+"""Version of what is above."""
+
+_FORMAT = 2
+"""Of marshal: later ones look for objects that occur twice, which takes as long as all the rest."""
 
 Described = tuple[Any, ...]
 """A tensor in a message: dtype, whether it requires grad, shape, bytes."""
 
 
-def write_short(
-    kind: int, numbers: Sequence[int], flat: Flat, tensors: Sequence[torch.Tensor], eager_limit: int
-) -> bytes | None:
-    """Lay a message out; None if its tensors are not small, contiguous, in host memory and apart.
+def write_short(kind: int, numbers: Sequence[int], flat: Flat, described: Sequence[Described]) -> bytes:
+    """Lay a message out.   Copies: the tensors' bytes."""
+    content: Any = LAYOUT, kind, numbers, flat, described
+    return marshal.dumps(content, _FORMAT)
 
-    Copies: the tensors, twice.
+
+def describe(tensors: Sequence[torch.Tensor], eager_limit: int) -> tuple[Described, ...] | None:
+    """Describe tensors; None if they are not small, contiguous, in host memory and apart.
+
+    Copies: the tensors.
     """
-    described: tuple[Described, ...] | None = ()
-    if tensors:
-        described = _describe(tensors, eager_limit)
-        if described is None:
-            return None
-    name, values, lifted, _ = flat
-    content: Any = kind, numbers, name, values, lifted, described
-    return SHORT_MAGIC + marshal.dumps(content, _VERSION)
-
-
-def _describe(tensors: Sequence[torch.Tensor], eager_limit: int) -> tuple[Described, ...] | None:
     described: list[Described] = []
     spans: list[tuple[int, int]] = []
     for tensor in tensors:
@@ -70,20 +66,25 @@ def _describe(tensors: Sequence[torch.Tensor], eager_limit: int) -> tuple[Descri
 
 def flat_payload(flat: Flat) -> bytes:
     """Write something flat as the payload of a general message, which then begins with ``(``."""
-    return marshal.dumps(flat, 2)
+    return marshal.dumps(flat, _FORMAT)
 
 
-def read_short(head: bytearray) -> tuple[int, tuple[int, ...], Flat, Sequence[Described]]:
-    """Read what :func:`write_short` has written: kind, numbers, what is flat, tensors.
+def read_short(head: bytearray) -> tuple[int, int, tuple[int, ...], Flat, Sequence[Described]]:
+    """Read what :func:`write_short` has written: layout, kind, numbers, what is flat, tensors.
 
     Raises:
-        RemoteProtocolError: It ends too early.
+        RemoteProtocolError: It ends too early, or has another layout.
     """
     try:
-        kind, numbers, name, values, lifted, described = marshal.loads(memoryview(head)[2:])
+        found: tuple[int, int, tuple[int, ...], Flat, Sequence[Described]] = marshal.loads(head)
     except (EOFError, ValueError, TypeError) as error:
         raise RemoteProtocolError(f"a short message of {len(head)} bytes cannot be read: {error}") from error
-    return kind, numbers, (name, values, lifted, ()), described
+    if len(found) != 5 or found[0] != LAYOUT:
+        raise RemoteProtocolError(
+            f"a short message has the layout {found[:1]}, those of this version of mpirpc {LAYOUT}",
+            "run the same version of mpirpc on every rank",
+        )
+    return found
 
 
 def rebuild_short(described: Sequence[Described]) -> tuple[list[torch.Tensor], list[bool]]:

@@ -56,10 +56,10 @@ class Backoff:
     FRACTION = 16
     """A sleep lasts 1/16 of the time waited so far: at most 6 % added to any wait."""
 
-    def __init__(self, spin: float) -> None:
+    def __init__(self, spin: float, since: float = 0.0) -> None:
         self.spin = spin
         self.give_way: Callable[[], None] = os.sched_yield
-        self._since = 0.0
+        self._since = since  # 0: from the next pause on
 
     def pause(self, now: float, sleep: Callable[[float], bool], longest: float) -> None:
         """Let others run, or sleep, according to how long nothing has happened.

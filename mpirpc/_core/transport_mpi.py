@@ -32,6 +32,7 @@ from mpirpc._core.host_memory import new_frame
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
+from mpirpc._core.short_messages import SHORT_MARK
 from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
 from mpirpc._core.wire import frame_sizes, is_about_rest
@@ -89,6 +90,7 @@ class MPITransport:
         self.bell: Doorbell | None = hang_bell(self._heads)
         on_one_host = self.bell is not None
         self._head_receives = (PostedHeads if on_one_host else ProbedHeads)(self._heads, TAG)
+        self._take_head = self._head_receives.take
         self._awake_until = [0.0] * self.world_size  # by rank; before, a worker sleeps at most shortly
         self._chunk_nbytes = chunk_nbytes
         self._to_myself: deque[Arrival] = deque()
@@ -118,14 +120,15 @@ class MPITransport:
             if now > self._awake_until[dest]:
                 self.bell.ring(dest)  # first: the worker wakes up while the message leaves
                 self._awake_until[dest] = now + STAYS_AWAKE
+        head = message.head
+        nbytes = len(head)
         self._sent += 1
-        self._sent_nbytes += message.nbytes
+        self._sent_nbytes += message.nbytes if message.frames else nbytes
         if dest == self.rank:
             frames = [frame.clone() for frame in message.frames]
-            self._to_myself.append(Arrival(dest, bytearray(message.head), frames))
+            self._to_myself.append(Arrival(dest, bytearray(head), frames))
             return
         try:
-            head, nbytes = message.head, len(message.head)
             if nbytes <= POSTED_NBYTES:
                 self._post(dest, self._heads, head, head, nbytes)
             else:
@@ -186,7 +189,9 @@ class MPITransport:
                 self._finish_sends()
             if self._to_myself:
                 arrivals.append(self._to_myself.popleft())
-            self._take_heads(arrivals)
+            head = self._take_head()
+            if head is not None:
+                self._sort(head, arrivals)
             if self._incoming:
                 self._receive(arrivals)
         except MPI.Exception as error:
@@ -196,28 +201,30 @@ class MPITransport:
         if self._losses is not None:
             self._tell_losses()
             arrivals = [arrival for arrival in arrivals if arrival.source not in self._losses.ranks]
-        awake_until = monotonic() + STAYS_AWAKE if arrivals else 0.0
-        for arrival in arrivals:
-            self._received += 1
-            self._received_nbytes += arrival.nbytes
-            self._awake_until[arrival.source] = awake_until
-            if self._losses is not None and not is_about_rest(arrival.head):
-                self._losses.received_from[arrival.source] += 1
+            for arrival in arrivals:
+                if not is_about_rest(arrival.head):
+                    self._losses.received_from[arrival.source] += 1
+        if arrivals:
+            awake_until = monotonic() + STAYS_AWAKE
+            for arrival in arrivals:
+                self._received += 1
+                self._received_nbytes += arrival.nbytes if arrival.frames else len(arrival.head)
+                self._awake_until[arrival.source] = awake_until
         return arrivals
 
-    def _take_heads(self, arrivals: list[Arrival]) -> None:
-        """Take heads that have come; those that are whole messages already go to ``arrivals``."""
-        for _ in range(ARRIVALS_PER_POLL):
-            taken = self._head_receives.take()
-            if taken is None:
-                return
+    def _sort(self, taken: tuple[int, bytearray] | None, arrivals: list[Arrival]) -> None:
+        """Put a head, and more that have come, where they belong: whole messages go to ``arrivals``."""
+        num_taken = 1
+        while taken is not None:
             source, head = taken
             if len(head) == ANNOUNCEMENT.size:
                 self._later(source, _Incoming(bytearray(), *ANNOUNCEMENT.unpack(head)))
-            elif source in self._incoming or _frame_sizes(head):
+            elif source in self._incoming or (head[0] != SHORT_MARK and _frame_sizes(head)):
                 self._later(source, _Incoming(head))
             else:
                 arrivals.append(Arrival(source, head, []))
+            taken = self._take_head() if num_taken < ARRIVALS_PER_POLL else None
+            num_taken += 1
 
     def _later(self, source: int, incoming: _Incoming) -> None:
         self._incoming.setdefault(source, deque()).append(incoming)

@@ -26,8 +26,9 @@ from mpirpc._core import messages as m
 from mpirpc._core.devices import DeviceMap
 from mpirpc._core.messages import Body, Flat, ForkDescriptor, ForkId, Message, Payload, RRefId
 from mpirpc._core.short_messages import (
-    SHORT_MAGIC,
+    SHORT_MARK,
     Described,
+    describe,
     flat_payload,
     read_short,
     rebuild_short,
@@ -52,12 +53,16 @@ _FORK = struct.Struct("<qqqqii")
 
 
 class _Fields(NamedTuple):
-    """How the fields of one kind of message become numbers and back; ``whole``: prefix and fields in one."""
+    """How the fields of one kind of message become numbers and back.
+
+    ``whole``: prefix and fields in one. ``flatten_short``: as ``flatten``, for short messages.
+    """
 
     kind: int
     layout: struct.Struct
     whole: struct.Struct
     flatten: Callable[[Any], Sequence[int]]
+    flatten_short: Callable[[Any], Sequence[int]]
     rebuild: Callable[..., Message]
 
 
@@ -85,9 +90,8 @@ def _derive(kind: int, cls: Any) -> _Fields:
         return message
 
     fields = "q" * sum(widths)
-    return _Fields(
-        kind, struct.Struct("<" + fields), struct.Struct(_PREFIX.format + fields), flatten, rebuild
-    )
+    whole = struct.Struct(_PREFIX.format + fields)
+    return _Fields(kind, struct.Struct("<" + fields), whole, flatten, flatten, rebuild)
 
 
 _KINDS: tuple[Any, ...] = (
@@ -114,12 +118,16 @@ _FIELDS = {cls: _derive(place + 1, cls) for place, cls in enumerate(_KINDS)}
 # the two of every call, written out: half the cost
 _FIELDS[m.CallRequest] = _FIELDS[m.CallRequest]._replace(
     flatten=lambda x: (*x[:3], *x[3], *x[4]),
+    flatten_short=lambda x: x[:3] if x[3] is m.NO_RREF else (*x[:3], *x[3], *x[4]),
     rebuild=lambda r, c, a, r0, r1, f0, f1: (
         m.CallRequest(r, c, a, RRefId(r0, r1), ForkId(f0, f1)) if r1 else m.CallRequest(r, c, a)
     ),
 )
-_FIELDS[m.CallResponse] = _FIELDS[m.CallResponse]._replace(flatten=tuple, rebuild=m.CallResponse)
+_FIELDS[m.CallResponse] = _FIELDS[m.CallResponse]._replace(
+    flatten=tuple, flatten_short=tuple, rebuild=m.CallResponse
+)
 _FIELDS_BY_KIND = {fields.kind: fields for fields in _FIELDS.values()}
+_CLASSES = {fields.kind: cls for cls, fields in _FIELDS.items()}
 
 _NO_BODY = Body()
 
@@ -149,9 +157,10 @@ def encode(
     payload, flat = body.payload, body.flat
     if flat is not None:
         if not body.forks:
-            short = write_short(fields.kind, fields.flatten(message), flat, body.tensors, eager_limit)
-            if short is not None:
-                return Outgoing(short, [])
+            described = describe(body.tensors, eager_limit) if body.tensors else ()
+            if described is not None:
+                numbers = fields.flatten_short(message)
+                return Outgoing(write_short(fields.kind, numbers, flat, described), [])
         payload = flat_payload(flat)
     if not body.tensors and not body.forks and len(payload) <= PAYLOAD_IN_HEAD:
         head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(payload), *fields.flatten(message))
@@ -184,13 +193,34 @@ def encode(
 
 @dataclass(slots=True)
 class ShortIncoming:
-    """A short message; its tensors are rebuilt when the body is asked for."""
+    """A short message; it, and its tensors, are rebuilt when they are asked for."""
 
-    message: Message
+    kind: type[Any]
+    numbers: tuple[int, ...]
     flat: Flat
     described: Sequence[Described]
 
     num_forks: ClassVar[int] = 0
+
+    @property
+    def message(self) -> Message:
+        """The message.
+
+        Raises:
+            RemoteProtocolError: It does not fit the layout.
+        """
+        kind, numbers = self.kind, self.numbers
+        if kind is m.CallRequest and len(numbers) == 3:  # as nearly all are
+            return m.new_of(m.CallRequest, (*numbers, m.NO_RREF, m.NO_FORK))
+        try:
+            return _FIELDS[kind].rebuild(*numbers)
+        except TypeError as error:
+            raise RemoteProtocolError(f"a short {self.kind.__name__} does not fit: {error}") from error
+
+    @property
+    def request_id(self) -> int:
+        """Of a response: which request it answers."""
+        return self.numbers[0]
 
     def forks(self) -> list[ForkDescriptor]:
         """Return nothing: a short message has no RRefs."""
@@ -220,6 +250,17 @@ class GeneralIncoming:
     _payload_nbytes: int
     _sizes: tuple[int, ...]
     _offset: int
+
+    @property
+    def kind(self) -> type[Any]:
+        """The class of the message."""
+        return type(self.message)
+
+    @property
+    def request_id(self) -> int:
+        """Of a response: which request it answers."""
+        request_id: int = self.message.request_id  # type: ignore[union-attr]
+        return request_id
 
     def forks(self) -> list[ForkDescriptor]:
         """Return the RRef handles in this message."""
@@ -272,7 +313,7 @@ def frame_sizes(head: bytearray) -> list[int]:
     Raises:
         RemoteProtocolError: These bytes are no message of this version of mpirpc.
     """
-    if head.startswith(SHORT_MAGIC):
+    if head and head[0] == SHORT_MARK:
         return []
     if len(head) < _PREFIX.size:
         raise RemoteProtocolError(
@@ -302,8 +343,12 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
     Raises:
         RemoteProtocolError: The bytes do not fit the layout, or the kind is unknown.
     """
-    if head.startswith(SHORT_MAGIC):
-        return _decode_short(head)
+    if head and head[0] == SHORT_MARK:
+        _, number, numbers, flat, described = read_short(head)
+        kind_of_short = _CLASSES.get(number)
+        if kind_of_short is None:
+            raise _unknown_kind(number)
+        return ShortIncoming(kind_of_short, numbers, flat, described)
     try:
         magic, kind, flags, num_storages, num_forks, num_tensors, payload_nbytes = _PREFIX.unpack_from(head)
         if magic != MAGIC:
@@ -323,18 +368,6 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
     if at + num_forks * _FORK.size + num_tensors * FIXED_NBYTES + payload_nbytes > len(head):
         raise RemoteProtocolError(f"a message of kind {kind} is cut short at {len(head)} bytes")
     return GeneralIncoming(message, flags, head, frames, num_forks, num_tensors, payload_nbytes, sizes, at)
-
-
-def _decode_short(head: bytearray) -> ShortIncoming:
-    kind, numbers, flat, described = read_short(head)
-    fields = _FIELDS_BY_KIND.get(kind)
-    if fields is None:
-        raise _unknown_kind(kind)
-    try:
-        message = fields.rebuild(*numbers)
-    except TypeError as error:
-        raise RemoteProtocolError(f"a short message of kind {kind} does not fit: {error}") from error
-    return ShortIncoming(message, flat, described)
 
 
 def _unknown_kind(kind: int) -> RemoteProtocolError:

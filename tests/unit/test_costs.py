@@ -19,7 +19,6 @@ from mpirpc._core.agent import WorkerInfo
 from mpirpc._core.current import set_thread_runtime
 from mpirpc._core.pickling import dumps_call, dumps_result
 from mpirpc._core.runtime import Runtime
-from mpirpc._core.short_messages import SHORT_MAGIC
 from mpirpc._core.transport import Arrival, TransportStats
 from mpirpc.testing import LoopbackCluster
 
@@ -112,10 +111,6 @@ def test_large_tensor_is_not_copied_by_its_sender_nor_by_its_receiver():
 # --- Python function calls ---
 
 
-def decoded(head):
-    return marshal.loads(head[len(SHORT_MAGIC) :])
-
-
 class Answering:
     """A transport that answers each call at once with the same response."""
 
@@ -124,16 +119,16 @@ class Answering:
     bell = None
 
     def __init__(self, result):
-        self.response = decoded(wire.encode(m.CallResponse(0), dumps_result(result), 32768).head)
+        self.response = marshal.loads(wire.encode(m.CallResponse(0), dumps_result(result), 32768).head)
         self.answers = []
         self.keeps = False
         self.on_lost = None
 
     def post_send(self, dest, message):
         if not self.keeps:
-            (request_id, *_), response = decoded(message.head)[1], self.response
-            head = marshal.dumps((response[0], (request_id, 0, 0), *response[2:]))
-            self.answers.append(Arrival(dest, bytearray(SHORT_MAGIC + head), []))
+            request_id, response = marshal.loads(message.head)[2][0], self.response
+            head = marshal.dumps((*response[:2], (request_id, 0, 0), *response[3:]), 2)
+            self.answers.append(Arrival(dest, bytearray(head), []))
 
     def poll(self):
         return (self.answers.pop(),) if self.answers else ()

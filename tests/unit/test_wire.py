@@ -11,7 +11,7 @@ import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
-from mpirpc._core.short_messages import SHORT_MAGIC
+from mpirpc._core.short_messages import SHORT_MARK
 from mpirpc._core.tensor_layout import has_dtype
 from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes
 from mpirpc.errors import RemoteProtocolError, SerializationError
@@ -267,7 +267,7 @@ def test_calls_and_responses_of_plain_values_are_short(message):
     flat = (("module", "func"), (1, "two", None, 0), (3,), ())
     sent = torch.arange(6.0, requires_grad=True).reshape(2, 3)
     outgoing = encode(message, Body(b"", [sent], [], flat), EAGER)
-    assert outgoing.head.startswith(SHORT_MAGIC)
+    assert outgoing.head[0] == SHORT_MARK
     assert frame_sizes(bytearray(outgoing.head)) == []
     incoming = decode(bytearray(outgoing.head), [])
     body, needs_grad = incoming.body()
@@ -286,18 +286,19 @@ NOT_SHORT = {
 
 @pytest.mark.parametrize("tensors", NOT_SHORT.values(), ids=NOT_SHORT)
 def test_other_tensors_make_a_message_general(tensors):
-    assert not encode(m.CallResponse(1), flat_body(*tensors), EAGER).head.startswith(SHORT_MAGIC)
+    assert encode(m.CallResponse(1), flat_body(*tensors), EAGER).head[0] != SHORT_MARK
 
 
 def test_what_a_short_message_cannot_be_is_told():
     head = bytearray(encode(m.CallResponse(1), flat_body(torch.ones(7)), EAGER).head)
     for damaged in (head[:-1], head[:9], head[:2], head.replace(b"\x07\0\0\0", b"\x08\0\0\0", 1)):
         assert read(damaged, []) == "refused"
-    content = marshal.loads(head[2:])
+    content = marshal.loads(head)
     wrong_tensors = [((6, False, (8,), b"1234"),), ((99, False, (), b""),), ((6, False),)]
-    for place, value in [(0, 200), (1, (1, 2, 3, 4)), *((5, tensors) for tensors in wrong_tensors)]:
+    for place, value in [(0, 1), (1, 200), (2, (1, 2, 3, 4)), *((4, tensors) for tensors in wrong_tensors)]:
         changed = (*content[:place], value, *content[place + 1 :])
-        assert read(bytearray(SHORT_MAGIC + marshal.dumps(changed)), []) == "refused"
+        assert read(bytearray(marshal.dumps(changed, 2)), []) == "refused"
+    assert read(bytearray(marshal.dumps(content[:4], 2)), []) == "refused"
 
 
 # --- damage ---
@@ -326,6 +327,7 @@ def read(head, frames):
         elif len(sizes) != len(frames):
             return "not read"
         incoming = decode(head, frames)
+        assert isinstance(incoming.message, m.Message)
         incoming.forks()
         incoming.body()
     except RemoteProtocolError:
