@@ -16,14 +16,13 @@ HUGE_FROM = 32 * 1024 * 1024
 """Size in bytes from which huge pages are asked for; smaller pieces are reused by the C library."""
 
 
-def new_frame(nbytes: int) -> torch.Tensor:
-    """Return a 1-dimensional uint8 tensor in fresh host memory."""
-    frame = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if nbytes >= HUGE_FROM and _madvise is not None:
-        start = -(-frame.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (frame.data_ptr() + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask for huge pages for a large contiguous tensor in fresh host memory; return it."""
+    if tensor.nbytes >= HUGE_FROM and _madvise is not None:
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(start, length, mmap.MADV_HUGEPAGE)  # only advice: if it is refused, nothing is lost
-    return frame
+    return tensor
 
 
 _madvise = None

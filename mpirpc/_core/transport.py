@@ -29,7 +29,7 @@ class Outgoing:
 
     Attributes:
         head: Header, payload and small tensors, as ``wire.py`` laid them out.
-        frames: Contiguous uint8 host tensors; they must stay untouched until the receiver has them.
+        frames: Contiguous host tensors; they must stay untouched until the receiver has them.
         on_failed: Called once, on any thread, if the transport refuses the message.
     """
 
@@ -41,7 +41,7 @@ class Outgoing:
     def nbytes(self) -> int:
         """Bytes of head and frames."""
         nbytes = len(self.head)
-        return nbytes + sum(frame.numel() for frame in self.frames) if self.frames else nbytes
+        return nbytes + sum(frame.nbytes for frame in self.frames) if self.frames else nbytes
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Arrival:
     Attributes:
         source: Rank of the sender.
         head: As the sender laid it out; writable, owned by whoever handles the arrival.
-        frames: 1-dimensional uint8 tensors, each alone in fresh memory.
+        frames: As they left, each alone in fresh memory; see :func:`mpirpc._core.wire.new_frames`.
     """
 
     source: int
@@ -62,7 +62,7 @@ class Arrival:
     def nbytes(self) -> int:
         """Bytes of head and frames."""
         nbytes = len(self.head)
-        return nbytes + sum(frame.numel() for frame in self.frames) if self.frames else nbytes
+        return nbytes + sum(frame.nbytes for frame in self.frames) if self.frames else nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class LoopbackTransport:
             self._sent_to[dest] += 1
         self._sent += 1
         self._sent_nbytes += message.nbytes
-        frames = [frame.clone() for frame in message.frames]
+        frames = [frame.detach().clone() for frame in message.frames]
         self._network.carry(dest, Arrival(self.rank, bytearray(message.head), frames))
 
     def poll(self) -> Sequence[Arrival]:

@@ -28,14 +28,13 @@ from mpi4py import MPI
 
 from mpirpc._core.current import stop_all
 from mpirpc._core.doorbell import Doorbell
-from mpirpc._core.host_memory import new_frame
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
-from mpirpc._core.short_messages import SHORT_MARK
+from mpirpc._core.short_messages import LONE, SHORT_MARK
 from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
-from mpirpc._core.wire import frame_sizes, is_about_rest
+from mpirpc._core.wire import frame_sizes, is_about_rest, new_frames
 from mpirpc.errors import RemoteProtocolError, TransportError, WorkerLostError
 
 TAG = 0
@@ -125,7 +124,7 @@ class MPITransport:
         self._sent += 1
         self._sent_nbytes += message.nbytes if message.frames else nbytes
         if dest == self.rank:
-            frames = [frame.clone() for frame in message.frames]
+            frames = [frame.detach().clone() for frame in message.frames]
             self._to_myself.append(Arrival(dest, bytearray(head), frames))
             return
         try:
@@ -136,7 +135,7 @@ class MPITransport:
                 self._post(dest, self._heads, announcement, announcement, ANNOUNCEMENT.size)
                 self._post_frame(dest, MPI.buffer(head).address, nbytes, head)
             for frame in message.frames:
-                self._post_frame(dest, frame.data_ptr(), frame.numel(), frame)
+                self._post_frame(dest, frame.data_ptr(), frame.nbytes, frame)
         except MPI.Exception as error:
             if self._losses is not None and is_loss(error):
                 self._lose()
@@ -219,7 +218,7 @@ class MPITransport:
             source, head = taken
             if len(head) == ANNOUNCEMENT.size:
                 self._later(source, _Incoming(bytearray(), *ANNOUNCEMENT.unpack(head)))
-            elif source in self._incoming or (head[0] != SHORT_MARK and _frame_sizes(head)):
+            elif source in self._incoming or (head[1] != LONE and _has_frames(head)):
                 self._later(source, _Incoming(head))
             else:
                 arrivals.append(Arrival(source, head, []))
@@ -268,10 +267,9 @@ class MPITransport:
         """Post the receives of a message's frames, or look after them; say whether all are here."""
         if incoming.requests is None:
             incoming.requests = deque()
-            for nbytes in _frame_sizes(incoming.head):
-                frame = new_frame(nbytes)
+            for frame in _new_frames(incoming.head):
                 incoming.frames.append(frame)
-                incoming.requests += self._receives(source, frame.data_ptr(), nbytes)
+                incoming.requests += self._receives(source, frame.data_ptr(), frame.nbytes)
         return _are_done(incoming.requests)
 
     def _receives(self, source: int, address: int, nbytes: int) -> deque[MPI.Request]:
@@ -376,10 +374,18 @@ def _are_done(requests: deque[MPI.Request]) -> bool:
     return not requests
 
 
-def _frame_sizes(head: bytearray) -> list[int]:
-    """Return the sizes of the frames behind ``head``; none if it is not ours (its handler refuses it)."""
+def _has_frames(head: bytearray) -> bool:
+    """Say whether frames follow ``head``; not if it is not ours (its handler refuses it)."""
     try:
-        return frame_sizes(head)
+        return head[0] == SHORT_MARK or bool(frame_sizes(head))
+    except RemoteProtocolError:
+        return False
+
+
+def _new_frames(head: bytearray) -> list[torch.Tensor]:
+    """Return memory for the frames behind ``head``; none if it is not ours."""
+    try:
+        return new_frames(head)
     except RemoteProtocolError:
         return []
 

@@ -24,18 +24,21 @@ import torch
 
 from mpirpc._core import messages as m
 from mpirpc._core.devices import DeviceMap
+from mpirpc._core.host_memory import in_huge_pages
 from mpirpc._core.messages import Body, Flat, ForkDescriptor, ForkId, Message, Payload, RRefId
 from mpirpc._core.short_messages import (
+    NO_TENSORS,
     SHORT_MARK,
     Described,
     describe,
     flat_payload,
+    frames_of_short,
     read_short,
     rebuild_short,
     write_short,
 )
 from mpirpc._core.sparse_layout import has_sparse, join, split
-from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, rebuild
+from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, new_tensor, rebuild
 from mpirpc._core.transport import Outgoing
 from mpirpc.errors import RemoteProtocolError
 
@@ -147,8 +150,8 @@ def encode(
 ) -> Outgoing:
     """Lay a message out for the transport.
 
-    Tensors up to ``eager_limit`` bytes are copied into the head; larger ones stay where they are and become
-    frames: they must not be changed until the receiver has them.
+    Tensors up to ``eager_limit`` bytes are copied into the head; larger ones stay where they are and are, or
+    become, frames: they must not be changed until the receiver has them.
 
     Copies: small tensors once; large ones only if they are strided with gaps, or on a device.
     """
@@ -157,10 +160,11 @@ def encode(
     payload, flat = body.payload, body.flat
     if flat is not None:
         if not body.forks:
-            described = describe(body.tensors, eager_limit) if body.tensors else ()
-            if described is not None:
+            found = describe(body.tensors, eager_limit) if body.tensors else NO_TENSORS
+            if found is not None:
+                described, frames = found
                 numbers = fields.flatten_short(message)
-                return Outgoing(write_short(fields.kind, numbers, flat, described), [])
+                return Outgoing(write_short(fields.kind, numbers, flat, described, len(frames)), frames)
         payload = flat_payload(flat)
     if not body.tensors and not body.forks and len(payload) <= PAYLOAD_IN_HEAD:
         head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(payload), *fields.flatten(message))
@@ -199,6 +203,7 @@ class ShortIncoming:
     numbers: tuple[int, ...]
     flat: Flat
     described: Sequence[Described]
+    _frames: list[torch.Tensor]
 
     num_forks: ClassVar[int] = 0
 
@@ -229,7 +234,7 @@ class ShortIncoming:
     def body(self) -> tuple[Body, list[bool]]:
         """See :meth:`GeneralIncoming.body`."""
         try:
-            tensors, needs_grad = rebuild_short(self.described)
+            tensors, needs_grad = rebuild_short(self.described, self._frames)
         except RemoteProtocolError:
             raise
         except Exception as error:  # damaged content makes torch and others complain, each in its way
@@ -314,7 +319,7 @@ def frame_sizes(head: bytearray) -> list[int]:
         RemoteProtocolError: These bytes are no message of this version of mpirpc.
     """
     if head and head[0] == SHORT_MARK:
-        return []
+        return [nbytes for _, _, nbytes in frames_of_short(head)]
     if len(head) < _PREFIX.size:
         raise RemoteProtocolError(
             f"a message of {len(head)} bytes is shorter than the {_PREFIX.size} of a header"
@@ -328,6 +333,18 @@ def frame_sizes(head: bytearray) -> list[int]:
         raise RemoteProtocolError(f"a message of {len(head)} bytes cannot list {num_storages} storages")
     sizes = struct.unpack_from(f"<{num_storages}Q", head, _PREFIX.size)
     return [size ^ FRAME_BIT for size in sizes if size & FRAME_BIT]
+
+
+def new_frames(head: bytearray) -> list[torch.Tensor]:
+    """Return host memory for each frame that follows this head: what is received there stays there.
+
+    Raises:
+        RemoteProtocolError: These bytes are no message of this version of mpirpc.
+    """
+    if head and head[0] == SHORT_MARK:
+        return [in_huge_pages(new_tensor(*frame)) for frame in frames_of_short(head)]
+    plain = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in frame_sizes(head)]
+    return [in_huge_pages(frame) for frame in plain]
 
 
 def _other_version(magic: int) -> RemoteProtocolError:
@@ -348,7 +365,7 @@ def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
         kind_of_short = _CLASSES.get(number)
         if kind_of_short is None:
             raise _unknown_kind(number)
-        return ShortIncoming(kind_of_short, numbers, flat, described)
+        return ShortIncoming(kind_of_short, numbers, flat, described, frames)
     try:
         magic, kind, flags, num_storages, num_forks, num_tensors, payload_nbytes = _PREFIX.unpack_from(head)
         if magic != MAGIC:

@@ -13,7 +13,7 @@ from mpirpc._core import messages as m
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
 from mpirpc._core.short_messages import SHORT_MARK
 from mpirpc._core.tensor_layout import has_dtype
-from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes
+from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes, new_frames
 from mpirpc.errors import RemoteProtocolError, SerializationError
 
 EAGER = 1024
@@ -49,12 +49,15 @@ DTYPES = [
 
 def arrive(outgoing):
     """The head and frames as a receiver gets them: in memory of their own."""
-    return bytearray(outgoing.head), [frame.clone() for frame in outgoing.frames]
+    return bytearray(outgoing.head), [frame.detach().clone() for frame in outgoing.frames]
 
 
 def round_trip(message, body=None, eager_limit=EAGER):
     head, frames = arrive(encode(message, body, eager_limit))
-    assert frame_sizes(head) == [frame.numel() for frame in frames]
+    assert frame_sizes(head) == [frame.nbytes for frame in frames]
+    made = new_frames(head)
+    assert [(frame.dtype, frame.shape) for frame in made] == [(frame.dtype, frame.shape) for frame in frames]
+    assert all(frame.is_contiguous() and frame.is_cpu for frame in made)
     incoming = decode(head, frames)
     return incoming.message, *incoming.body()
 
@@ -278,7 +281,6 @@ def test_calls_and_responses_of_plain_values_are_short(message):
 
 BASE = torch.arange(2 * EAGER, dtype=torch.uint8)
 NOT_SHORT = {
-    "large": [BASE],
     "overlapping": [BASE[:10], BASE[5:15]],
     "strided": [BASE[:20:2]],
 }
@@ -287,6 +289,25 @@ NOT_SHORT = {
 @pytest.mark.parametrize("tensors", NOT_SHORT.values(), ids=NOT_SHORT)
 def test_other_tensors_make_a_message_general(tensors):
     assert encode(m.CallResponse(1), flat_body(*tensors), EAGER).head[0] != SHORT_MARK
+
+
+def test_large_tensors_of_a_short_message_are_the_frames_that_came():
+    large, small = torch.rand(2, EAGER, requires_grad=True), torch.rand(3)
+    outgoing = encode(m.CallResponse(1), flat_body(large, small, large.detach()[:0]), EAGER)
+    assert outgoing.head[0] == SHORT_MARK
+    assert [frame.data_ptr() for frame in outgoing.frames] == [large.data_ptr()]
+    head, frames = arrive(outgoing)
+    body, needs_grad = decode(head, frames).body()
+    assert body.tensors[0] is frames[0]
+    assert needs_grad == [True, False, False]
+    assert all(same(got, sent) for got, sent in zip(body.tensors, (large, small, large[:0]), strict=True))
+
+
+@pytest.mark.parametrize("frames", [[], [torch.zeros(8 * EAGER, dtype=torch.uint8)], [torch.zeros(EAGER, 2)]])
+def test_other_frames_than_those_announced_are_refused(frames):
+    head, _ = arrive(encode(m.CallResponse(1), flat_body(torch.rand(2, EAGER)), EAGER))
+    with pytest.raises(RemoteProtocolError):
+        decode(head, frames).body()
 
 
 def test_what_a_short_message_cannot_be_is_told():
