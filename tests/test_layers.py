@@ -27,7 +27,6 @@ LAYERS = [
         "_core/messages",
         "_core/timing",
         "_core/devices",
-        "_core/doorbell",
         "_core/host_memory",
         "_core/transport",
         "_core/current",
@@ -35,7 +34,7 @@ LAYERS = [
         "_core/launcher",
         "_core/rank_launcher",
     ],
-    ["_core/parameter_locks", "_core/autograd_checks"],
+    ["_core/parameter_locks", "_core/autograd_checks", "_core/doorbell"],
     [
         "_core/autograd_hooks",
         "_core/tensor_layout",

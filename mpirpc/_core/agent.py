@@ -134,6 +134,7 @@ class Agent:
         self.workers = list(workers)
         self.options = options
         self._transport = transport
+        self.bell = transport.bell
         self._eager_limit = options.eager_limit
         self.engine = ProgressEngine(transport, self._on_arrival, options.spin_time, options.idle_sleep)
         self.engine.on_alarm = self._expire

@@ -75,6 +75,8 @@ class Calls:
         agent = self.agent
         if agent.closed_because or agent.engine.failure is not None:
             agent.check_open()  # before RRefs of a group that has ended are forked
+        if agent.bell is not None:
+            agent.bell.rouse(dest)  # it wakes up while the call is made ready
         pending = Pending(agent.next_id(), dest, timeout, call[0])
         pending.on_done, pending.on_late, pending.future = on_done, on_late, future
         if is_profiling():

@@ -14,6 +14,11 @@ import select
 import socket
 from collections.abc import Sequence
 
+from mpirpc._core.timing import monotonic
+
+STAYS_AWAKE = 5e-3
+"""Seconds after which a worker from which nothing has come is woken by who sends it something."""
+
 
 class Doorbell:
     """One worker's bell, and the way to those of the others.
@@ -26,6 +31,7 @@ class Doorbell:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = f"\0mpirpc-{os.getpid()}-{secrets.token_hex(8)}"
         self._others: list[str] = []
+        self.awake_until: list[float] = []  # by rank; before, a worker sleeps at most shortly
         try:
             self._socket.bind(self.address)
         except OSError:
@@ -35,6 +41,7 @@ class Doorbell:
     def find(self, addresses: Sequence[str]) -> bool:
         """Remember the bells of all workers, by rank; say whether each can be rung from here."""
         self._others = list(addresses)
+        self.awake_until = [0.0] * len(addresses)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
                 for address in addresses:
@@ -42,6 +49,13 @@ class Doorbell:
             except OSError:
                 return False
         return True
+
+    def rouse(self, rank: int) -> None:
+        """Wake a worker that may sleep: something is about to be sent to it. Thread: any."""
+        now = monotonic()
+        if now > self.awake_until[rank]:
+            self.awake_until[rank] = now + STAYS_AWAKE
+            self.ring(rank)
 
     def ring(self, rank: int) -> None:
         """Wake a worker. Thread: any. Progress: never blocks; a bell that is full rings already."""

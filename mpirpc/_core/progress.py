@@ -298,7 +298,7 @@ class ProgressEngine:
             if holds:
                 self._leader = None  # what it waited for may hold the user's tensors
                 self._lead.release()
-            self._promote()
+            self._promote(takes_works)
 
     def _pause(self, goal: Waiter, backoff: Backoff, now: float, deadline: float) -> None:
         """Pass some time, until ``goal`` is unparked or a message may have come."""
@@ -345,8 +345,11 @@ class ProgressEngine:
         """
         self.alarm_at = min(self.alarm_at, self.on_alarm(now))
 
-    def _promote(self) -> None:
-        """Wake one parked thread to take the lead; if there is none, tell the executor."""
+    def _promote(self, takes_works: bool = False) -> None:
+        """Wake one parked thread to take the lead; if there is none, tell the executor.
+
+        No need to if the thread that has led is the executor's (``takes_works``).
+        """
         if self._lead.locked():
             return
         while self._followers:
@@ -355,7 +358,8 @@ class ProgressEngine:
             except IndexError:  # the last one has just gone
                 break
             return
-        self.on_vacant()
+        if not takes_works:
+            self.on_vacant()
 
     # --- waiting ---
 

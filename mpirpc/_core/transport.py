@@ -83,6 +83,9 @@ class Bell(Protocol):
     Only a hint: a worker that is not woken looks a little later.
     """
 
+    def rouse(self, rank: int) -> None:
+        """Wake a worker that may sleep: something is about to be sent to it. Thread: any."""
+
     def sleep(self, timeout: float) -> bool:
         """Sleep until it rings, ``timeout`` seconds at most; say whether it rang. Thread: one at a time."""
 

@@ -27,7 +27,7 @@ import torch
 from mpi4py import MPI
 
 from mpirpc._core.current import stop_all
-from mpirpc._core.doorbell import Doorbell
+from mpirpc._core.doorbell import STAYS_AWAKE, Doorbell
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
@@ -42,9 +42,6 @@ ANNOUNCEMENT = struct.Struct("<Q")
 """Sent in place of a long head: its length. No head is as short as this."""
 
 ARRIVALS_PER_POLL = 8
-
-STAYS_AWAKE = 5e-3
-"""Seconds after which a worker from which nothing has come is woken by who sends it something."""
 
 _abandoned: list[object] = []
 """What groups that ended without agreement left: freeing communicators is collective, so all is kept."""
@@ -90,7 +87,6 @@ class MPITransport:
         on_one_host = self.bell is not None
         self._head_receives = (PostedHeads if on_one_host else ProbedHeads)(self._heads, TAG)
         self._take_head = self._head_receives.take
-        self._awake_until = [0.0] * self.world_size  # by rank; before, a worker sleeps at most shortly
         self._chunk_nbytes = chunk_nbytes
         self._to_myself: deque[Arrival] = deque()
         # by dest: (handle, what it sends from, nbytes), oldest first; post_send adds, poll removes
@@ -115,10 +111,7 @@ class MPITransport:
             if not is_about_rest(message.head):
                 self._losses.sent_to[dest] += 1
         if self.bell is not None:
-            now = monotonic()
-            if now > self._awake_until[dest]:
-                self.bell.ring(dest)  # first: the worker wakes up while the message leaves
-                self._awake_until[dest] = now + STAYS_AWAKE
+            self.bell.rouse(dest)  # first: the worker wakes up while the message leaves
         head = message.head
         nbytes = len(head)
         self._sent += 1
@@ -208,7 +201,8 @@ class MPITransport:
             for arrival in arrivals:
                 self._received += 1
                 self._received_nbytes += arrival.nbytes if arrival.frames else len(arrival.head)
-                self._awake_until[arrival.source] = awake_until
+                if self.bell is not None:
+                    self.bell.awake_until[arrival.source] = awake_until
         return arrivals
 
     def _sort(self, taken: tuple[int, bytearray] | None, arrivals: list[Arrival]) -> None:

@@ -1,6 +1,7 @@
 """Unit tests for mpirpc._core.doorbell: who sleeps is woken, by others and by itself; a bell never blocks."""
 
 import fcntl
+import math
 import resource
 import socket
 import threading
@@ -44,6 +45,18 @@ def test_ring_ends_a_sleep(bells):
     bells[0].ring(1)
     sleeper.join(LONG / 2)
     assert not sleeper.is_alive()
+
+
+def test_worker_that_may_sleep_is_woken_and_one_that_is_awake_is_not(bells):
+    bells[0].find([bell.address for bell in bells])
+    bells[0].rouse(1)
+    assert bells[1].sleep(LONG)
+    bells[0].awake_until[1] = math.inf
+    bells[0].rouse(1)
+    assert not bells[1].sleep(0.01)
+    bells[0].awake_until[1] = 0.0
+    bells[0].rouse(1)
+    assert bells[1].sleep(LONG)
 
 
 def test_ring_before_the_sleep_is_kept_and_counts_once(bells):

@@ -75,6 +75,24 @@ def test_waiter_set_before_park():
     assert not waiter.park(0)
 
 
+def test_wake_up_just_before_or_while_the_parking_is_made_is_not_lost():
+    """The lock is made by the first thread that parks, which may be when another one looks for it."""
+    begin, waiters = threading.Barrier(2), [Waiter() for _ in range(500)]
+
+    def wake():
+        for waiter in waiters:
+            begin.wait(LIMIT)
+            waiter.unpark()
+
+    waker = in_thread(wake)
+    woken = 0
+    for waiter in waiters:
+        begin.wait(LIMIT)
+        woken += waiter.park(LIMIT)
+    waker.join(LIMIT)
+    assert woken == len(waiters)
+
+
 def test_waiter_wakes_a_parked_thread():
     waiter = Waiter()
     thread = in_thread(lambda: waiter.park(LIMIT))
