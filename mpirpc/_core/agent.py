@@ -19,7 +19,7 @@ from mpirpc._core.devices import DeviceMap
 from mpirpc._core.error_transfer import fresh
 from mpirpc._core.executor import Executor
 from mpirpc._core.flow import Flow
-from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message
+from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message, RRefId
 from mpirpc._core.profiling import Span
 from mpirpc._core.progress import ProgressEngine, Waiter
 from mpirpc._core.timing import UNLIMITED, monotonic
@@ -67,7 +67,7 @@ class Pending(Waiter):
     Attributes:
         incoming: The response; set before ``done``.
         error: What ended the request without a response; set before ``done``.
-        what: The function called; for messages.
+        what: The function called, or the RRef fetched; for messages.
         on_done: If set, called instead of ``set`` when the request is over, by the thread that found out.
         on_late: If set, called if the request ended without a response, and one comes after all.
         counted: Bytes that :class:`Flow` has counted for it.
@@ -466,9 +466,9 @@ class Agent:
 
 
 def name_of(func: object) -> str:
-    """Return the name of a function for messages: ``module.qualname`` where it has one; text as it is."""
-    if isinstance(func, str):
-        return func
+    """Return the name of what is called, for messages: ``module.qualname`` of a function that has one."""
+    if isinstance(func, RRefId):
+        return f"to_here of rref {func}"
     name = getattr(func, "__qualname__", None) or getattr(func, "name", None) or type(func).__qualname__
     module = getattr(func, "__module__", None)
     return f"{module}.{name}" if module else str(name)

@@ -143,7 +143,9 @@ class Calls:
     ) -> Pending:
         """Ask the owner for a copy of an RRef's value. Thread: any."""
         self.agent.check_open()
-        pending = Pending(self.agent.next_id(), owner, timeout, f"to_here of rref {rref_id}")
+        if self.agent.bell is not None:
+            self.agent.bell.rouse(owner)
+        pending = Pending(self.agent.next_id(), owner, timeout, rref_id)
         pending.on_done = on_done
         context_id = self._context_of_request(owner)
         self.agent.request(m.FetchRequest(pending.request_id, rref_id, context_id), None, pending)

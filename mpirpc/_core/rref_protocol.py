@@ -149,8 +149,7 @@ class OwnerTable:
 
     def on_user_delete(self, source: int, message: UserDelete) -> list[Action]:
         """Strike out the fork of a user that is done."""
-        where = f" in UserDelete from rank {source}"
-        return self._strike(message.rref_id, message.fork_id, RemoteProtocolError, where)
+        return self._strike(message.rref_id, message.fork_id, RemoteProtocolError, source)
 
     def lose(self, rank: int) -> list[Action]:
         """Take back what worker ``rank``, now dead, held. Its ``remote`` calls that have not come never will.
@@ -249,12 +248,13 @@ class OwnerTable:
             entry.forks[fork_id] = holder
 
     def _strike(
-        self, rref_id: RRefId, fork_id: ForkId, error: type[ProtocolError], where: str = ""
+        self, rref_id: RRefId, fork_id: ForkId, error: type[ProtocolError], source: int | None = None
     ) -> list[Action]:
         entry = self._entries.get(rref_id)
         if entry is None or fork_id not in entry.forks:
             if self._lost:  # it may have gone with a dead worker
                 return []
+            where = "" if source is None else f" in UserDelete from rank {source}"
             raise error(f"unknown fork {fork_id} of rref {rref_id}{where}")
         del entry.forks[fork_id]
         return self._settle(rref_id, entry)

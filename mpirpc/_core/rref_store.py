@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpirpc._core import messages as m
-from mpirpc._core.agent import Agent
+from mpirpc._core.agent import Agent, WorkerInfo
 from mpirpc._core.messages import NO_FORK, ForkDescriptor, ForkId, RRefId
 from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_protocol import Action, FreeValue, OwnerTable, Send, UserTable
@@ -32,12 +32,12 @@ class OwnerValue:
         ready: Done once there is one.
         value: The object.
         error: The exception.
-        what: What makes the value; for leak reports.
+        what: What makes the value, or whose call does; for leak reports.
     """
 
     __slots__ = ("error", "ready", "value", "waiting", "what")
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str | WorkerInfo) -> None:
         self.ready = Waiter()
         self.value: Any = None
         self.error: BaseException | None = None
@@ -116,15 +116,15 @@ class RRefStore:
 
     def new_rref_id(self) -> RRefId:
         """Return a name for a new value."""
-        return RRefId(self.rank, next(self._ids))
+        return m.new_of(RRefId, (self.rank, next(self._ids)))
 
     def new_fork_id(self) -> ForkId:
         """Return a name for a new handle."""
-        return ForkId(self.rank, next(self._ids))
+        return m.new_of(ForkId, (self.rank, next(self._ids)))
 
     # --- values, at the owner ---
 
-    def create(self, rref_id: RRefId, what: str, first_fork: ForkId = NO_FORK) -> OwnerValue:
+    def create(self, rref_id: RRefId, what: str | WorkerInfo, first_fork: ForkId = NO_FORK) -> OwnerValue:
         """Make the place of a value. Without a fork, the caller gets an owner handle to drop in time."""
         with self._lock:
             self._owned.create(rref_id, None if first_fork == NO_FORK else first_fork)
@@ -321,7 +321,8 @@ class RRefStore:
         if value is None:
             return "no value"
         kind = type(value.value).__qualname__ if value.ready.done and value.error is None else "no value"
-        return f"{kind} made by {value.what} for rank {rref_id.created_on}"
+        what = value.what if isinstance(value.what, str) else f"a call from {value.what}"
+        return f"{kind} made by {what} for rank {rref_id.created_on}"
 
     def stats(self) -> RRefStats:
         """Return the counts of living RRefs."""

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,14 +65,13 @@ class Server:
         value = self._value_of(source, request) if request.rref_id != NO_RREF else None
         served = ServedCall(self, source, request.request_id, request.context_id)
         served.value = value
-        self.agent.engine.works.append(lambda: served.run(incoming, request.autograd_message_id))
+        self.agent.engine.works.append(partial(served.run, incoming, request.autograd_message_id))
 
     def _value_of(self, source: int, request: m.CallRequest) -> OwnerValue:
         """Return the place for the result of a call that makes an RRef's value."""
         if source == self.agent.rank and request.fork_id == NO_FORK:
             return self.store.find(request.rref_id)  # made by the caller: it is this worker
-        origin = f"a call from {self.agent.describe(source)}"
-        return self.store.create(request.rref_id, origin, request.fork_id)
+        return self.store.create(request.rref_id, self.agent.workers[source], request.fork_id)
 
     def _on_fetch_request(self, source: int, incoming: Incoming) -> None:
         """Answer with an RRef's value once it is there. Thread: the one that polled."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
@@ -75,21 +76,28 @@ def _derive(kind: int, cls: Any) -> _Fields:
     names = list(hints)
     makers = [hints[name] for name in names]
     widths = [2 if issubclass(make, tuple) else 1 for make in makers]
-    starts = [sum(widths[:i]) for i in range(len(widths))]
+    plan = [(make, widths[i], sum(widths[:i])) for i, make in enumerate(makers)]
 
-    def flatten(message: Any) -> list[int]:
-        numbers: list[int] = []
-        for name, width in zip(names, widths, strict=True):
-            value = getattr(message, name)
-            numbers += value if width == 2 else (value,)
-        return numbers
+    paths = [
+        path
+        for name, make in zip(names, makers, strict=True)
+        for path in ([f"{name}.{part}" for part in make._fields] if issubclass(make, tuple) else [name])
+    ]
+    get = attrgetter(*paths) if paths else None
+
+    def flatten(message: Any) -> Sequence[int]:
+        if get is None:
+            return ()
+        numbers: Any = get(message)
+        return numbers if len(paths) > 1 else (numbers,)
 
     def rebuild(*numbers: int) -> Message:
-        values = [
-            make(*numbers[at : at + 2]) if width == 2 else make(numbers[at])
-            for make, width, at in zip(makers, widths, starts, strict=True)
-        ]
-        message: Message = cls(*values)
+        message: Message = cls(
+            *[
+                m.new_of(make, numbers[at : at + 2]) if width == 2 else make(numbers[at])
+                for make, width, at in plan
+            ]
+        )
         return message
 
     fields = "q" * sum(widths)

@@ -8,7 +8,7 @@ import torch
 import mpirpc as rpc
 from mpirpc._core import messages as m
 from mpirpc._core.agent import WorkerInfo, name_of, seconds_left
-from mpirpc._core.messages import Body
+from mpirpc._core.messages import Body, RRefId
 from mpirpc._core.transport import Arrival
 from mpirpc.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
 from mpirpc.testing import LoopbackCluster
@@ -223,7 +223,7 @@ def test_limit_on_bytes_under_way_makes_callers_wait(cluster, monkeypatch):
 def test_names_of_functions():
     assert name_of(max) == "builtins.max"
     assert name_of(LoopbackCluster.on) == "mpirpc.testing.LoopbackCluster.on"
-    assert name_of("to_here of rref 1.2") == "to_here of rref 1.2"
+    assert name_of(RRefId(1, 2)) == "to_here of rref 1.2"
 
 
 def test_seconds_left_is_never_negative():
