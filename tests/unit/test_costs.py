@@ -173,7 +173,7 @@ def python_calls(operation):
 
 
 def test_python_calls_of_a_caller(lone):
-    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 52
+    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 37
 
 
 def test_python_calls_of_a_callee(lone):
@@ -184,4 +184,4 @@ def test_python_calls_of_a_callee(lone):
         lone.agent._on_arrival(Arrival(1, bytearray(head), []))
         lone.agent.engine.works.popleft()()
 
-    assert python_calls(serve) <= 36
+    assert python_calls(serve) <= 28
