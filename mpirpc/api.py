@@ -268,7 +268,7 @@ def _prepare(
     if isinstance(func, ScriptFunction):
         check_script_call(func, len(args or ()) + len(kwargs or ()))
     agent = runtime.agent
-    limit = agent.options.rpc_timeout if timeout == UNSET_TIMEOUT else check_timeout(timeout, 0)
+    limit = check_timeout(timeout, agent.options.rpc_timeout)
     dest = agent.find_worker(to).id
     return dest, (func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), limit
 

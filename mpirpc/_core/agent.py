@@ -134,7 +134,7 @@ class Agent:
         self.workers = list(workers)
         self.options = options
         self._transport = transport
-        self.bell = transport.bell
+        self._bell = transport.bell
         self._eager_limit = options.eager_limit
         self.engine = ProgressEngine(transport, self._on_arrival, options.spin_time, options.idle_sleep)
         self.engine.on_alarm = self._expire
@@ -218,6 +218,17 @@ class Agent:
         if body is not None and body.forks:
             self.on_forks(dest, body.forks)
         self.engine.submit(dest, outgoing)
+
+    def get_ready(self, dest: int) -> None:
+        """A request to ``dest`` is about to be made: refuse if that cannot be, wake a worker that sleeps.
+
+        Raises:
+            NotInitializedError: The group has ended here.
+        """
+        if self.closed_because or self.engine.failure is not None:
+            self.check_open()
+        if self._bell is not None:
+            self._bell.rouse(dest)
 
     def check_open(self) -> None:
         """Raise NotInitializedError if the group has ended here."""

@@ -73,10 +73,7 @@ class Calls:
             SerializationError: Something cannot be pickled; nothing was sent.
         """
         agent = self.agent
-        if agent.closed_because or agent.engine.failure is not None:
-            agent.check_open()  # before RRefs of a group that has ended are forked
-        if agent.bell is not None:
-            agent.bell.rouse(dest)  # it wakes up while the call is made ready
+        agent.get_ready(dest)  # before RRefs of a group that has ended are forked
         pending = Pending(agent.next_id(), dest, timeout, call[0])
         pending.on_done, pending.on_late, pending.future = on_done, on_late, future
         if is_profiling():
@@ -142,9 +139,7 @@ class Calls:
         self, owner: int, rref_id: RRefId, timeout: float, on_done: Callable[[Pending], None] | None = None
     ) -> Pending:
         """Ask the owner for a copy of an RRef's value. Thread: any."""
-        self.agent.check_open()
-        if self.agent.bell is not None:
-            self.agent.bell.rouse(owner)
+        self.agent.get_ready(owner)
         pending = Pending(self.agent.next_id(), owner, timeout, rref_id)
         pending.on_done = on_done
         context_id = self._context_of_request(owner)

@@ -52,7 +52,10 @@ class Contents:
     def open_response(self, source: int, incoming: Incoming) -> Any:
         """Rebuild the result that a response carries; see :meth:`open`."""
         if type(incoming) is ShortIncoming and not incoming.described:
-            return incoming.flat[1][0]  # a result is one value
+            try:
+                return incoming.flat[1][0]  # a result is one value
+            except (LookupError, TypeError):
+                return load_flat(incoming.flat)  # raises
         response = incoming.message
         assert isinstance(response, CallResponse)
         return self.open(source, incoming, response.context_id, response.autograd_message_id)

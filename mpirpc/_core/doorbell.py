@@ -31,7 +31,7 @@ class Doorbell:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = f"\0mpirpc-{os.getpid()}-{secrets.token_hex(8)}"
         self._others: list[str] = []
-        self.awake_until: list[float] = []  # by rank; before, a worker sleeps at most shortly
+        self.awake_until: list[float] = []  # by rank: before that time a worker sleeps at most shortly
         try:
             self._socket.bind(self.address)
         except OSError:

@@ -88,9 +88,9 @@ class Executor:
         self.num_threads = num_threads
         self._name = name
         self._prepare = prepare
-        self._lock = threading.Lock()  # around what follows
-        self.threads: dict[int, threading.Thread] = {}  # by ident: all that live
         self._any_thread = _ThreadGoal(self)
+        self._lock = threading.Lock()  # around changes of what follows
+        self.threads: dict[int, threading.Thread] = {}  # by ident: all that live
         self._spare: list[_ThreadGoal] = []  # parked without a task
         self._deputy: _ThreadGoal | None = None
         self.num_running = 0  # works being run, without urgent ones and those that wait

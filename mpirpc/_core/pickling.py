@@ -71,7 +71,7 @@ def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
         except TypeError:  # not hashable
             name = None
         if name is not None:
-            if _SIMPLE.issuperset(map(type, args)) and not (hook is not None and hook.reducers):
+            if _SIMPLE.issuperset(map(type, args)):
                 return Body(b"", [], [], (name, args, (), ()))
             body = _flatten(name, args, hook)
             if body is not None:
@@ -81,7 +81,7 @@ def dumps_call(call: Call, hook: RRefHook | None = None) -> Body:
 
 def dumps_result(result: object, hook: RRefHook | None = None) -> Body:
     """Prepare a result for another worker; see :func:`dumps`."""
-    if type(result) in _SIMPLE and not (hook is not None and hook.reducers):
+    if type(result) in _SIMPLE:
         return Body(b"", [], [], (None, (result,), (), ()))
     return _flatten(None, (result,), hook) or dumps(result, hook)
 
@@ -106,7 +106,7 @@ def dumps(obj: object, hook: RRefHook | None = None) -> Body:
 
 _SIMPLE = frozenset({int, float, complex, bool, type(None)})
 _TEXTS = frozenset({str, bytes})
-"""Types, exact, that marshal keeps as they are."""
+"""Types, exact, that marshal keeps as they are. Users' reducers are not for them."""
 
 _LONGEST_TEXT = 1 << 16
 """Longer texts are pickled: what is flat stays small."""

@@ -51,7 +51,7 @@ class Waiter:
 
     The place is a lock that is taken, made by the first thread that parks: most waiters are done before.
 
-    Thread: ``set`` any; ``park`` one thread at a time.
+    Thread: ``set`` any; ``park`` one thread at a time, or all but one may sleep on until their timeouts.
     """
 
     __slots__ = ("_bell", "_is_woken", "_parking", "done")
@@ -164,12 +164,15 @@ class ProgressEngine:
         """
         lock = self._lock
         if not self._outbox and lock.acquire(False):
+            refused: Exception | None = None
             try:
                 self.transport.post_send(dest, message)
             except Exception as error:
-                self._on_refused(message, error)
+                refused = error
             finally:
                 lock.release()
+            if refused is not None:
+                self._on_refused(message, refused)
         else:
             self._outbox.append((dest, message))
         if self._outbox:
@@ -207,7 +210,7 @@ class ProgressEngine:
                 self._on_refused(message, error)
 
     def _on_refused(self, message: Outgoing, error: Exception) -> None:
-        """The transport did not take a message. The lock is held."""
+        """The transport did not take a message."""
         if message.on_failed is not None:
             self.urgent.append(partial(message.on_failed, error))
         self.on_works()
@@ -298,7 +301,7 @@ class ProgressEngine:
             if holds:
                 self._leader = None  # what it waited for may hold the user's tensors
                 self._lead.release()
-            self._promote(takes_works)
+            self._promote()
 
     def _pause(self, goal: Waiter, backoff: Backoff, now: float, deadline: float) -> None:
         """Pass some time, until ``goal`` is unparked or a message may have come."""
@@ -345,11 +348,8 @@ class ProgressEngine:
         """
         self.alarm_at = min(self.alarm_at, self.on_alarm(now))
 
-    def _promote(self, takes_works: bool = False) -> None:
-        """Wake one parked thread to take the lead; if there is none, tell the executor.
-
-        No need to if the thread that has led is the executor's (``takes_works``).
-        """
+    def _promote(self) -> None:
+        """Wake one parked thread to take the lead; if there is none, tell the executor."""
         if self._lead.locked():
             return
         while self._followers:
@@ -358,8 +358,7 @@ class ProgressEngine:
             except IndexError:  # the last one has just gone
                 break
             return
-        if not takes_works:
-            self.on_vacant()
+        self.on_vacant()
 
     # --- waiting ---
 
@@ -368,32 +367,36 @@ class ProgressEngine:
 
         Thread: any, without a lock held.   Progress: blocks until the deadline at most.
         """
-        while not goal.done:
-            if self._is_closed:
-                raise NotInitializedError(self._why_closed)
-            if interrupts.is_noted:
-                interrupts.raise_noted()
-            if self._lead.acquire(False):
-                self.lead(goal, deadline)
-            else:
-                self._follow(goal, deadline)
-            if goal.done:
-                return True
-            if monotonic() >= deadline:
-                break
+        is_offered = False  # the lead, by a thread that gave it up: who does not take it passes it on
+        try:
+            while not goal.done:
+                if self._is_closed:
+                    raise NotInitializedError(self._why_closed)
+                if interrupts.is_noted:
+                    interrupts.raise_noted()
+                if self._lead.acquire(False):
+                    is_offered = False
+                    self.lead(goal, deadline)
+                else:
+                    is_offered = self._follow(goal, deadline)
+                if not goal.done and monotonic() >= deadline:
+                    break
+        finally:
+            if is_offered:
+                self._promote()
         return goal.done
 
-    def _follow(self, goal: Waiter, deadline: float) -> None:
-        """Park until ``goal`` is done or the lead is offered."""
+    def _follow(self, goal: Waiter, deadline: float) -> bool:
+        """Park until ``goal`` is done or the lead is offered; say whether it was."""
         self._followers.append(goal)
         self.wake()  # an executor thread hands the lead over
         if not (self._executor_leads and self._look_around(goal)):
             goal.park(min(FOLLOW, deadline - monotonic()))
         try:
             self._followers.remove(goal)
-        except ValueError:  # the lead was offered to us
-            if goal.done:
-                self._promote()
+        except ValueError:
+            return True
+        return False
 
     def _look_around(self, goal: Waiter) -> bool:
         """While an executor thread is on its way to give the lead up, poll beside it.

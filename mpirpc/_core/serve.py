@@ -136,10 +136,7 @@ class ServedCall:
 
             if not server.store.when_confirmed(incoming.forks(), lambda: server.agent.executor.submit(run)):
                 return
-        if type(func) is OnValue:
-            self._run(func, args, kwargs)
-        else:
-            self._run_function(func, args, kwargs)
+        self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> None:
         if type(func) is OnValue:

@@ -3,13 +3,14 @@
 ::
 
     (layout, kind, fields, what is flat, tensors)
-    (layout, kind, fields, what is flat, tensors, number of frames)
+    (layout, kind, fields, what is flat, tensors, True)
 
 written by ``marshal``; its mark of a tuple, ``(``, opens no other message. A tensor is (dtype, whether it
-requires grad, shape, bytes); of a large one, which follows as a frame, the number of bytes. One call of
-``marshal`` writes or reads all: less than half of what the general layout of ``wire.py`` costs, which carries
-the rest (tensors with gaps, on devices or sharing memory, RRefs, anything pickled). A large tensor leaves
-from where it lies and is received where it stays: no operator of torch has to run but the one that makes it.
+requires grad, shape, bytes); of a large one, which follows as a frame, the number of bytes: a message with
+frames has a sixth item, so that its second byte tells. One call of ``marshal`` writes or reads all: less than
+half of what the general layout of ``wire.py`` costs, which carries the rest (tensors with gaps, on devices or
+sharing memory, RRefs, anything pickled). A large tensor leaves from where it lies and is received where it
+stays: no operator of torch has to run but the one that makes it.
 
 What follows the mark is trusted, as ``marshal`` is not made for damaged bytes: MPI delivers what was sent.
 """
@@ -26,11 +27,11 @@ from mpirpc._core.messages import Flat
 from mpirpc._core.tensor_layout import are_apart, code_of, copy_from, copy_into, new_tensor
 from mpirpc.errors import RemoteProtocolError
 
-SHORT_MARK = ord("(")
+SHORT_MARK = b"("
 """Opens every short message."""
 
-LONE = 5
-"""Second byte of a short message without frames, and of no other message."""
+LONE = b"(\x05"
+"""Opens every short message without frames: marshal's mark, and the number of items."""
 
 LAYOUT = 3
 """Version of what is above."""
@@ -41,22 +42,24 @@ _FORMAT = 2
 Described = tuple[Any, ...]
 """A tensor in a message: dtype, whether it requires grad, shape, bytes or their number."""
 
-NO_TENSORS: tuple[tuple[Described, ...], list[torch.Tensor]] = (), []
+NO_TENSORS: tuple[tuple[Described, ...], Sequence[torch.Tensor]] = (), ()
 """What :func:`describe` returns for no tensors."""
 
 
 def write_short(
-    kind: int, numbers: Sequence[int], flat: Flat, described: Sequence[Described], num_frames: int
+    kind: int, numbers: Sequence[int], flat: Flat, described: Sequence[Described], has_frames: bool
 ) -> bytes:
     """Lay a message out.   Copies: the small tensors' bytes."""
     content: Any = LAYOUT, kind, numbers, flat, described
-    return marshal.dumps((*content, num_frames) if num_frames else content, _FORMAT)
+    return marshal.dumps((*content, True) if has_frames else content, _FORMAT)
 
 
 def describe(
     tensors: Sequence[torch.Tensor], eager_limit: int
-) -> tuple[tuple[Described, ...], list[torch.Tensor]] | None:
+) -> tuple[tuple[Described, ...], Sequence[torch.Tensor]] | None:
     """Describe tensors, and return those that travel as frames; None if some have gaps or share memory.
+
+    The frames are tensors of their own on the same memory: whatever becomes of the user's, it stays.
 
     Copies: those up to ``eager_limit`` bytes.
     """
@@ -74,7 +77,7 @@ def describe(
         if nbytes <= eager_limit:
             data = copy_from(address, nbytes)
         else:
-            frames.append(tensor)
+            frames.append(tensor.detach())
         described.append((code_of(tensor.dtype), tensor.requires_grad, tuple(tensor.shape), data))
     return (tuple(described), frames) if len(spans) < 2 or are_apart(spans) else None
 
@@ -108,7 +111,7 @@ def frames_of_short(head: bytearray) -> list[tuple[int, tuple[int, ...], int]]:
     Raises:
         RemoteProtocolError: The message cannot be read.
     """
-    if head[1] == LONE:
+    if head.startswith(LONE):
         return []
     try:
         return [(code, shape, data) for code, _, shape, data in read_short(head)[4] if type(data) is int]

@@ -318,6 +318,11 @@ def _check_nbytes(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> No
         raise RemoteProtocolError(f"a {dtype} tensor of shape {shape} came with {nbytes} bytes")
 
 
+def has_code(code: int) -> bool:
+    """Say whether this torch has tensors of the dtype with this code."""
+    return 0 <= code < len(_DTYPES) and _DTYPES[code] is not None
+
+
 def _dtype_of(code: int) -> torch.dtype:
     dtype = _DTYPES[code]
     if dtype is None:

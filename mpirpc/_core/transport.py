@@ -34,7 +34,7 @@ class Outgoing:
     """
 
     head: bytes
-    frames: list[torch.Tensor]
+    frames: Sequence[torch.Tensor]
     on_failed: Callable[[BaseException], None] | None = None
 
     @property

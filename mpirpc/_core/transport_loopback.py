@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from mpirpc._core.transport import Arrival, Bell, Outgoing, TransportStats
-from mpirpc._core.wire import is_about_rest
+from mpirpc._core.wire import copy_of, is_about_rest
 from mpirpc.errors import WorkerLostError
 
 Selector = Callable[[int, int, bytearray], bool]
@@ -132,7 +132,7 @@ class LoopbackTransport:
             self._sent_to[dest] += 1
         self._sent += 1
         self._sent_nbytes += message.nbytes
-        frames = [frame.detach().clone() for frame in message.frames]
+        frames = [copy_of(frame) for frame in message.frames]
         self._network.carry(dest, Arrival(self.rank, bytearray(message.head), frames))
 
     def poll(self) -> Sequence[Arrival]:

@@ -31,11 +31,10 @@ from mpirpc._core.doorbell import STAYS_AWAKE, Doorbell
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
-from mpirpc._core.short_messages import LONE, SHORT_MARK
 from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
-from mpirpc._core.wire import frame_sizes, is_about_rest, new_frames
-from mpirpc.errors import RemoteProtocolError, TransportError, WorkerLostError
+from mpirpc._core.wire import copy_of, has_frames, is_about_rest, new_frames
+from mpirpc.errors import TransportError, WorkerLostError
 
 TAG = 0
 ANNOUNCEMENT = struct.Struct("<Q")
@@ -117,7 +116,7 @@ class MPITransport:
         self._sent += 1
         self._sent_nbytes += message.nbytes if message.frames else nbytes
         if dest == self.rank:
-            frames = [frame.detach().clone() for frame in message.frames]
+            frames = [copy_of(frame) for frame in message.frames]
             self._to_myself.append(Arrival(dest, bytearray(head), frames))
             return
         try:
@@ -212,7 +211,7 @@ class MPITransport:
             source, head = taken
             if len(head) == ANNOUNCEMENT.size:
                 self._later(source, _Incoming(bytearray(), *ANNOUNCEMENT.unpack(head)))
-            elif source in self._incoming or (head[1] != LONE and _has_frames(head)):
+            elif source in self._incoming or has_frames(head):
                 self._later(source, _Incoming(head))
             else:
                 arrivals.append(Arrival(source, head, []))
@@ -261,7 +260,7 @@ class MPITransport:
         """Post the receives of a message's frames, or look after them; say whether all are here."""
         if incoming.requests is None:
             incoming.requests = deque()
-            for frame in _new_frames(incoming.head):
+            for frame in new_frames(incoming.head):
                 incoming.frames.append(frame)
                 incoming.requests += self._receives(source, frame.data_ptr(), frame.nbytes)
         return _are_done(incoming.requests)
@@ -366,22 +365,6 @@ def _are_done(requests: deque[MPI.Request]) -> bool:
     while requests and requests[0].Test():
         requests.popleft()
     return not requests
-
-
-def _has_frames(head: bytearray) -> bool:
-    """Say whether frames follow ``head``; not if it is not ours (its handler refuses it)."""
-    try:
-        return head[0] == SHORT_MARK or bool(frame_sizes(head))
-    except RemoteProtocolError:
-        return False
-
-
-def _new_frames(head: bytearray) -> list[torch.Tensor]:
-    """Return memory for the frames behind ``head``; none if it is not ours."""
-    try:
-        return new_frames(head)
-    except RemoteProtocolError:
-        return []
 
 
 def _translate(error: MPI.Exception, doing: str) -> TransportError:

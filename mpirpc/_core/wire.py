@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -28,6 +29,7 @@ from mpirpc._core.devices import DeviceMap
 from mpirpc._core.host_memory import in_huge_pages
 from mpirpc._core.messages import Body, Flat, ForkDescriptor, ForkId, Message, Payload, RRefId
 from mpirpc._core.short_messages import (
+    LONE,
     NO_TENSORS,
     SHORT_MARK,
     Described,
@@ -39,12 +41,12 @@ from mpirpc._core.short_messages import (
     write_short,
 )
 from mpirpc._core.sparse_layout import has_sparse, join, split
-from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, lay_out, new_tensor, rebuild
+from mpirpc._core.tensor_layout import FIXED_NBYTES, FRAME_BIT, has_code, lay_out, new_tensor, rebuild
 from mpirpc._core.transport import Outgoing
 from mpirpc.errors import RemoteProtocolError
 
 MAGIC = 0x5201
-"""Two bytes that open every message; the low one is the version of this layout."""
+"""Two bytes that open every message that is not short; the low one is the version of this layout."""
 
 PAYLOAD_IN_HEAD = 1 << 20
 """Larger payloads travel as a frame, the last one: a head stays far below what one MPI message can carry."""
@@ -146,7 +148,10 @@ _KINDS_OF_RESTING = bytes(_FIELDS[cls].kind for cls in (m.RestReport, m.AtRest))
 
 
 def is_about_rest(head: bytes | bytearray) -> bool:
-    """Say whether a message is part of coming to rest, and so does not count there."""
+    """Say whether a message is part of coming to rest, and so does not count there; none of these is short.
+
+    The third byte of a short message is 0, a part of the number of its items.
+    """
     return head[2] in _KINDS_OF_RESTING if len(head) > 2 else False
 
 
@@ -172,7 +177,7 @@ def encode(
             if found is not None:
                 described, frames = found
                 numbers = fields.flatten_short(message)
-                return Outgoing(write_short(fields.kind, numbers, flat, described, len(frames)), frames)
+                return Outgoing(write_short(fields.kind, numbers, flat, described, bool(frames)), frames)
         payload = flat_payload(flat)
     if not body.tensors and not body.forks and len(payload) <= PAYLOAD_IN_HEAD:
         head = fields.whole.pack(MAGIC, fields.kind, 0, 0, 0, 0, len(payload), *fields.flatten(message))
@@ -211,7 +216,7 @@ class ShortIncoming:
     numbers: tuple[int, ...]
     flat: Flat
     described: Sequence[Described]
-    _frames: list[torch.Tensor]
+    _frames: Sequence[torch.Tensor]
 
     num_forks: ClassVar[int] = 0
 
@@ -257,7 +262,7 @@ class GeneralIncoming:
     message: Message
     _flags: int
     _head: bytearray
-    _frames: list[torch.Tensor]
+    _frames: Sequence[torch.Tensor]
     num_forks: int
     _num_tensors: int
     _payload_nbytes: int
@@ -326,7 +331,7 @@ def frame_sizes(head: bytearray) -> list[int]:
     Raises:
         RemoteProtocolError: These bytes are no message of this version of mpirpc.
     """
-    if head and head[0] == SHORT_MARK:
+    if head[:1] == SHORT_MARK:
         return [nbytes for _, _, nbytes in frames_of_short(head)]
     if len(head) < _PREFIX.size:
         raise RemoteProtocolError(
@@ -343,16 +348,45 @@ def frame_sizes(head: bytearray) -> list[int]:
     return [size ^ FRAME_BIT for size in sizes if size & FRAME_BIT]
 
 
+def has_frames(head: bytearray) -> bool:
+    """Say whether frames follow this head; not if it is no message of ours (its handler refuses it)."""
+    if head.startswith(LONE):
+        return False
+    try:
+        return head[:1] == SHORT_MARK or bool(frame_sizes(head))
+    except RemoteProtocolError:
+        return False
+
+
 def new_frames(head: bytearray) -> list[torch.Tensor]:
     """Return host memory for each frame that follows this head: what is received there stays there.
 
-    Raises:
-        RemoteProtocolError: These bytes are no message of this version of mpirpc.
+    None if it is no message of ours. The thread's mode is not that of whoever will use the tensors, so they
+    are never inference tensors.
     """
-    if head and head[0] == SHORT_MARK:
-        return [in_huge_pages(new_tensor(*frame)) for frame in frames_of_short(head)]
-    plain = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in frame_sizes(head)]
-    return [in_huge_pages(frame) for frame in plain]
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        try:
+            if head[:1] == SHORT_MARK:
+                return [_new_frame(*frame) for frame in frames_of_short(head)]
+            return [_new_bytes(nbytes) for nbytes in frame_sizes(head)]
+        except (RemoteProtocolError, TypeError, ValueError, LookupError):  # its handler will refuse it
+            return []
+
+
+def copy_of(frame: torch.Tensor) -> torch.Tensor:
+    """Return a frame as it would arrive, for a message that takes no network."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        return frame.clone(memory_format=torch.contiguous_format)
+
+
+def _new_frame(code: int, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
+    if not has_code(code):  # received all the same: what follows must find its own memory
+        return _new_bytes(nbytes)
+    return in_huge_pages(new_tensor(code, shape, nbytes))
+
+
+def _new_bytes(nbytes: int) -> torch.Tensor:
+    return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def _other_version(magic: int) -> RemoteProtocolError:
@@ -362,16 +396,16 @@ def _other_version(magic: int) -> RemoteProtocolError:
     )
 
 
-def decode(head: bytearray, frames: list[torch.Tensor]) -> Incoming:
+def decode(head: bytearray, frames: Sequence[torch.Tensor]) -> Incoming:
     """Read the fixed part of a message.
 
     Raises:
         RemoteProtocolError: The bytes do not fit the layout, or the kind is unknown.
     """
-    if head and head[0] == SHORT_MARK:
+    if head[:1] == SHORT_MARK:
         _, number, numbers, flat, described = read_short(head)
         kind_of_short = _CLASSES.get(number)
-        if kind_of_short is None:
+        if kind_of_short is None or not numbers:
             raise _unknown_kind(number)
         return ShortIncoming(kind_of_short, numbers, flat, described, frames)
     try:

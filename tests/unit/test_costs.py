@@ -173,7 +173,7 @@ def python_calls(operation):
 
 
 def test_python_calls_of_a_caller(lone):
-    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 37
+    assert python_calls(lambda: rpc.rpc_sync(1, nothing)) <= 39
 
 
 def test_python_calls_of_a_callee(lone):

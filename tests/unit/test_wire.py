@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mpirpc._core import messages as m
+from mpirpc._core import tensor_layout
 from mpirpc._core.messages import Body, ForkDescriptor, ForkId, PassId, RRefId
 from mpirpc._core.short_messages import SHORT_MARK
 from mpirpc._core.tensor_layout import has_dtype
-from mpirpc._core.wire import MAGIC, decode, encode, frame_sizes, new_frames
+from mpirpc._core.wire import MAGIC, copy_of, decode, encode, frame_sizes, has_frames, new_frames
 from mpirpc.errors import RemoteProtocolError, SerializationError
 
 EAGER = 1024
@@ -49,7 +50,7 @@ DTYPES = [
 
 def arrive(outgoing):
     """The head and frames as a receiver gets them: in memory of their own."""
-    return bytearray(outgoing.head), [frame.detach().clone() for frame in outgoing.frames]
+    return bytearray(outgoing.head), [copy_of(frame) for frame in outgoing.frames]
 
 
 def round_trip(message, body=None, eager_limit=EAGER):
@@ -270,8 +271,9 @@ def test_calls_and_responses_of_plain_values_are_short(message):
     flat = (("module", "func"), (1, "two", None, 0), (3,), ())
     sent = torch.arange(6.0, requires_grad=True).reshape(2, 3)
     outgoing = encode(message, Body(b"", [sent], [], flat), EAGER)
-    assert outgoing.head[0] == SHORT_MARK
+    assert outgoing.head[:1] == SHORT_MARK
     assert frame_sizes(bytearray(outgoing.head)) == []
+    assert not has_frames(bytearray(outgoing.head))
     incoming = decode(bytearray(outgoing.head), [])
     body, needs_grad = incoming.body()
     assert (incoming.message, type(incoming.message)) == (message, type(message))
@@ -288,19 +290,57 @@ NOT_SHORT = {
 
 @pytest.mark.parametrize("tensors", NOT_SHORT.values(), ids=NOT_SHORT)
 def test_other_tensors_make_a_message_general(tensors):
-    assert encode(m.CallResponse(1), flat_body(*tensors), EAGER).head[0] != SHORT_MARK
+    assert encode(m.CallResponse(1), flat_body(*tensors), EAGER).head[:1] != SHORT_MARK
 
 
 def test_large_tensors_of_a_short_message_are_the_frames_that_came():
     large, small = torch.rand(2, EAGER, requires_grad=True), torch.rand(3)
     outgoing = encode(m.CallResponse(1), flat_body(large, small, large.detach()[:0]), EAGER)
-    assert outgoing.head[0] == SHORT_MARK
+    assert outgoing.head[:1] == SHORT_MARK
+    assert has_frames(bytearray(outgoing.head))
     assert [frame.data_ptr() for frame in outgoing.frames] == [large.data_ptr()]
     head, frames = arrive(outgoing)
     body, needs_grad = decode(head, frames).body()
     assert body.tensors[0] is frames[0]
     assert needs_grad == [True, False, False]
     assert all(same(got, sent) for got, sent in zip(body.tensors, (large, small, large[:0]), strict=True))
+
+
+def test_frame_keeps_its_memory_whatever_becomes_of_the_users_tensor():
+    large = torch.rand(2, EAGER, requires_grad=True)
+    address = large.data_ptr()
+    [frame] = encode(m.CallResponse(1), flat_body(large), EAGER).frames
+    large.data = torch.zeros(1)
+    assert (frame.data_ptr(), frame.nbytes, frame.requires_grad) == (address, 8 * EAGER, False)
+
+
+@pytest.mark.parametrize("body", [flat_body(torch.rand(EAGER)), Body(tensors=[torch.rand(EAGER)])])
+def test_frames_are_no_inference_tensors_whatever_mode_their_receiver_is_in(body):
+    outgoing = encode(m.CallResponse(1), body, EAGER)
+    with torch.inference_mode():
+        made = [*new_frames(bytearray(outgoing.head)), *map(copy_of, outgoing.frames)]
+    assert [frame.is_inference() for frame in made] == [False, False]
+
+
+def test_frame_of_a_dtype_that_is_missing_here_is_received_and_refused(monkeypatch):
+    head, _ = arrive(encode(m.CallResponse(1), flat_body(torch.rand(EAGER), torch.rand(EAGER)), EAGER))
+    known = [None if dtype is torch.float32 else dtype for dtype in tensor_layout._DTYPES]
+    monkeypatch.setattr(tensor_layout, "_DTYPES", known)
+    assert [frame.nbytes for frame in new_frames(head)] == [4 * EAGER, 4 * EAGER]
+    with pytest.raises(RemoteProtocolError):
+        decode(head, new_frames(head)).body()
+
+
+def test_copy_has_the_strides_of_what_arrives():
+    column = torch.rand(1, 2 * EAGER).t()
+    [copy] = [copy_of(frame) for frame in encode(m.CallResponse(1), flat_body(column), EAGER).frames]
+    [made] = new_frames(bytearray(encode(m.CallResponse(1), flat_body(column), EAGER).head))
+    assert column.stride() != copy.stride() == made.stride()
+
+
+@pytest.mark.parametrize("head", [b"", b"(", b"((", b"(((", MAGIC.to_bytes(2, "little")])
+def test_head_that_is_no_message_brings_no_frames(head):
+    assert not has_frames(bytearray(head)) or new_frames(bytearray(head)) == []
 
 
 @pytest.mark.parametrize("frames", [[], [torch.zeros(8 * EAGER, dtype=torch.uint8)], [torch.zeros(EAGER, 2)]])
@@ -344,7 +384,7 @@ def read(head, frames):
     try:
         sizes = frame_sizes(head)
         if sum(sizes) < 1 << 20:  # else it would never arrive
-            frames = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+            frames = new_frames(head)
         elif len(sizes) != len(frames):
             return "not read"
         incoming = decode(head, frames)
