@@ -361,8 +361,8 @@ def has_frames(head: bytearray) -> bool:
 def new_frames(head: bytearray) -> list[torch.Tensor]:
     """Return host memory for each frame that follows this head: what is received there stays there.
 
-    None if it is no message of ours. The thread's mode is not that of whoever will use the tensors, so they
-    are never inference tensors.
+    For what is no message of ours there is nothing. The frames are never inference tensors: the mode of the
+    thread that receives is not that of whoever will use them.
     """
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         try:
