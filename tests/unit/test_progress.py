@@ -4,13 +4,11 @@ import threading
 
 import pytest
 
-from mpirpc._core import progress
 from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED, monotonic
+from mpirpc._core.timing import UNLIMITED
 from mpirpc._core.transport import Outgoing
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
 from mpirpc.errors import NotInitializedError, TransportError
-from tests.unit.waiting import until
 
 PAST = 0.0
 """A deadline that has passed."""
@@ -66,19 +64,6 @@ def joined(thread):
 
 
 # --- Waiter ---
-
-
-def test_lead_that_was_offered_is_passed_on_by_a_thread_whose_time_is_over(sides, monkeypatch):
-    monkeypatch.setattr(progress, "FOLLOW", LIMIT)  # it parks until its deadline
-    engine, vacant = sides[0].engine, threading.Event()
-    engine.on_vacant = vacant.set
-    assert engine.try_lead()
-    follower = in_thread(lambda: engine.wait(Waiter(), monotonic() + 0.5))
-    until(lambda: engine._followers)
-    engine._followers.popleft()  # what a thread that gives the lead up does, before it wakes the follower
-    engine._lead.release()
-    follower.join(LIMIT)
-    assert vacant.is_set()
 
 
 def test_waiter_set_before_park():
@@ -307,6 +292,21 @@ def test_refused_message_fails_alone(sides, monkeypatch):
     report()
     assert failed == [error]
     assert engine.failure is None
+
+
+def test_lead_that_was_offered_is_passed_on_by_a_thread_whose_time_is_over(sides):
+    engine, vacant = sides[0].engine, []
+    engine.on_vacant = lambda: vacant.append(True)
+
+    class Late(Waiter):
+        def park(self, timeout):
+            engine._followers.popleft()  # what a thread that gives the lead up does
+            engine._lead.release()
+            return False
+
+    assert engine.try_lead()
+    assert not engine.wait(Late(), PAST)
+    assert vacant == [True]
 
 
 def test_failing_network_is_told_once(sides, monkeypatch):
