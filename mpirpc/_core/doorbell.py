@@ -57,10 +57,6 @@ class Doorbell:
             self.awake_until[rank] = now + STAYS_AWAKE
             self.ring(rank)
 
-    def heard_from(self, rank: int) -> None:
-        """Note that something has come from a worker: it is awake. Thread: any."""
-        self.awake_until[rank] = monotonic() + STAYS_AWAKE
-
     def ring(self, rank: int) -> None:
         """Wake a worker. Thread: any. Progress: never blocks; a bell that is full rings already."""
         with contextlib.suppress(OSError):

@@ -27,10 +27,11 @@ import torch
 from mpi4py import MPI
 
 from mpirpc._core.current import stop_all
-from mpirpc._core.doorbell import Doorbell
+from mpirpc._core.doorbell import STAYS_AWAKE, Doorbell
 from mpirpc._core.mpi_faults import Losses, call_at_finalize, can_survive, end_job, flush, is_loss
 from mpirpc._core.mpi_group import hang_bell
 from mpirpc._core.posted_heads import POSTED_NBYTES, PostedHeads, ProbedHeads
+from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Arrival, Outgoing, TransportStats
 from mpirpc._core.wire import copy_of, has_frames, is_about_rest, new_frames
 from mpirpc.errors import TransportError, WorkerLostError
@@ -180,7 +181,7 @@ class MPITransport:
             if self._to_myself:
                 arrivals.append(self._to_myself.popleft())
             head = self._take_head()
-            if head is not None:  # a look that finds nothing, which is most, takes no further step
+            if head is not None:
                 self._sort(head, arrivals)
             if self._incoming:
                 self._receive(arrivals)
@@ -194,11 +195,13 @@ class MPITransport:
             for arrival in arrivals:
                 if not is_about_rest(arrival.head):
                     self._losses.received_from[arrival.source] += 1
-        for arrival in arrivals:
-            self._received += 1
-            self._received_nbytes += arrival.nbytes if arrival.frames else len(arrival.head)
-            if self.bell is not None:
-                self.bell.heard_from(arrival.source)
+        if arrivals:
+            awake_until = monotonic() + STAYS_AWAKE
+            for arrival in arrivals:
+                self._received += 1
+                self._received_nbytes += arrival.nbytes if arrival.frames else len(arrival.head)
+                if self.bell is not None:
+                    self.bell.awake_until[arrival.source] = awake_until
         return arrivals
 
     def _sort(self, taken: tuple[int, bytearray] | None, arrivals: list[Arrival]) -> None:

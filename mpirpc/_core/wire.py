@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -364,7 +364,7 @@ def new_frames(head: bytearray) -> list[torch.Tensor]:
     For what is no message of ours there is nothing. The frames are never inference tensors: the mode of the
     thread that receives is not that of whoever will use them.
     """
-    with _ordinary_tensors():
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         try:
             if head[:1] == SHORT_MARK:
                 return [_new_frame(*frame) for frame in frames_of_short(head)]
@@ -375,13 +375,8 @@ def new_frames(head: bytearray) -> list[torch.Tensor]:
 
 def copy_of(frame: torch.Tensor) -> torch.Tensor:
     """Return a frame as it would arrive, for a message that takes no network."""
-    with _ordinary_tensors():
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         return frame.clone(memory_format=torch.contiguous_format)
-
-
-def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Make no inference tensors, whatever mode this thread is in."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _new_frame(code: int, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
