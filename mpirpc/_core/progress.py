@@ -264,6 +264,7 @@ class ProgressEngine:
         self._executor_leads = takes_works
         self._leader = goal
         backoff: Backoff | None = None  # made when there is nothing to do
+        yields_until = 0.0  # before, it does not sleep
         holds = True
         try:
             while not goal.done and not self._is_closed:
@@ -283,7 +284,7 @@ class ProgressEngine:
                         return
                     holds = True
                     self._leader = goal
-                    backoff = None
+                    backoff, yields_until = None, 0.0
                     continue
                 if now >= deadline or (takes_works and self._followers):
                     return
@@ -291,7 +292,8 @@ class ProgressEngine:
                     backoff = Backoff(self._spin_time, now)
                     if self.gil_wait is not None:
                         backoff.give_way = self.gil_wait.give_way
-                if now < backoff.yields_until:
+                    yields_until = now + self._spin_time
+                if now < yields_until:
                     backoff.give_way()
                 else:
                     self._pause(goal, backoff, now, deadline)

@@ -51,7 +51,7 @@ class Backoff:
     already waited, so that the extra latency stays in proportion.
     """
 
-    __slots__ = ("_since", "give_way", "spin", "yields_until")
+    __slots__ = ("_since", "give_way", "spin")
 
     FRACTION = 16
     """A sleep lasts 1/16 of the time waited so far: at most 6 % added to any wait."""
@@ -60,7 +60,6 @@ class Backoff:
         self.spin = spin
         self.give_way: Callable[[], None] = os.sched_yield
         self._since = since  # 0: from the next pause on
-        self.yields_until = since + spin  # before that time a pause is nothing but a ``give_way``
 
     def pause(self, now: float, sleep: Callable[[float], bool], longest: float) -> None:
         """Let others run, or sleep, according to how long nothing has happened.
@@ -72,8 +71,9 @@ class Backoff:
             longest: Limit of a sleep, in seconds.
         """
         if not self._since:
-            self._since, self.yields_until = now, now + self.spin
-        if now < self.yields_until:
+            self._since = now
+        waited = now - self._since
+        if waited < self.spin:
             self.give_way()
-        elif sleep(min(longest, (now - self._since) / self.FRACTION)):
-            self._since = self.yields_until = 0.0
+        elif sleep(min(longest, waited / self.FRACTION)):
+            self._since = 0.0
