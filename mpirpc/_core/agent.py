@@ -141,11 +141,7 @@ class Agent:
         self.engine.on_failure = self._fail_all
         name = f"mpirpc-{workers[self.rank].name}"
         self.executor = Executor(self.engine, options.num_worker_threads, name, prepare_thread)
-        self.handlers: dict[type, Handler] = {
-            Leave: self._on_leave,
-            CallResponse: self._on_response,
-            ErrorResponse: self._on_response,
-        }
+        self.handlers: dict[type, Handler] = {Leave: self._on_leave}
         self.num_requests = 0
         self._by_name = {worker.name: worker for worker in workers}
         self.next_id = itertools.count(1).__next__
@@ -297,9 +293,8 @@ class Agent:
         If the wait is broken off (Ctrl-C), the request is forgotten: a late response is dropped.
         """
         try:
-            # what self.wait asks first, asked here: most waits are not inside of a work
-            wait = self.wait if get_ident() in self.executor.threads else self.engine.wait
-            if not wait(pending, pending.deadline):
+            is_work = get_ident() in self.executor.threads
+            if not (self.wait if is_work else self.engine.wait)(pending, pending.deadline):
                 self._end(pending, self._timeout(pending))
                 pending.done or self.wait(pending)
         except BaseException:
@@ -314,7 +309,11 @@ class Agent:
         source = arrival.source
         try:
             incoming = wire.decode(arrival.head, arrival.frames)
-            self.handlers[incoming.kind](source, incoming)
+            kind = incoming.kind
+            if kind is CallResponse or kind is ErrorResponse:
+                self._on_response(source, incoming)
+            else:
+                self.handlers[kind](source, incoming)
         except RpcError as error:
             log.error("a message was refused: source=%s error=%s", self.describe(source), error)
 

@@ -61,8 +61,12 @@ class _ThreadGoal(Waiter):
         super().__init__()
 
     @property
-    def done(self) -> bool:
-        return self._executor.has_task()
+    def done(self) -> bool:  # asked at every look at the network: no further call
+        executor = self._executor
+        engine = executor.engine
+        if engine.works and executor.num_running < executor.num_threads:
+            return True
+        return bool(engine.urgent) or executor.is_stopping
 
     @done.setter
     def done(self, value: bool) -> None:
@@ -80,28 +84,24 @@ class Executor:
     """
 
     def __init__(self, engine: ProgressEngine, num_threads: int, name: str, prepare: Work) -> None:
-        self._engine = engine
-        self._num_threads = num_threads
+        self.engine = engine
+        self.num_threads = num_threads
         self._name = name
         self._prepare = prepare
+        self._any_thread = _ThreadGoal(self)
         self._lock = threading.Lock()  # around changes of what follows
         self.threads: dict[int, threading.Thread] = {}  # by ident: all that live
         self._spare: list[_ThreadGoal] = []  # parked without a task
         self._deputy: _ThreadGoal | None = None
-        self._num_running = 0  # works being run, without urgent ones and those that wait
+        self.num_running = 0  # works being run, without urgent ones and those that wait
         self._counts: dict[int, int] = {}  # by thread that runs a work: 1 if the work counts, 0 if urgent
         self._num_busy = 0  # works of any kind being run
         self._num_made = 0
         self._deputy_is_cold = False
         self._num_started = 0  # works begun so far
-        self._stopping = False
+        self.is_stopping = False
         engine.on_vacant = self._on_vacant
         engine.on_works = self._wake_one
-
-    @property
-    def num_running(self) -> int:
-        """Works being run now, those that wait not counted."""
-        return self._num_running
 
     @property
     def is_busy(self) -> bool:
@@ -119,20 +119,17 @@ class Executor:
 
     def submit(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon. Thread: any."""
-        self._engine.works.append(work)
+        self.engine.works.append(work)
         self._wake_one()
 
     def submit_urgent(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon, however many works run. Thread: any."""
-        self._engine.urgent.append(work)
+        self.engine.urgent.append(work)
         self._wake_one()
 
     def has_task(self) -> bool:
         """Say whether a leading executor thread must stop: there is a work it may run, or the end came."""
-        engine = self._engine
-        return bool(
-            self._stopping or engine.urgent or (engine.works and self._num_running < self._num_threads)
-        )
+        return self._any_thread.done
 
     def owns_this_thread(self) -> bool:
         """Say whether the calling thread is an executor thread."""
@@ -144,39 +141,39 @@ class Executor:
         Thread: any but an executor thread. Works that do not end keep their (daemon) threads, and this call
         :data:`LAST_WORKS` seconds.
         """
-        self._stopping = True
+        self.is_stopping = True
         with self._lock:
             threads = list(self.threads.values())
             goals = [*self._spare, *([self._deputy] if self._deputy else [])]
         for goal in goals:
             goal.unpark()
-        self._engine.wake()
+        self.engine.wake()
         deadline = monotonic() + LAST_WORKS
         for thread in threads:
             thread.join(timeout=max(0.0, deadline - monotonic()))
             if thread.is_alive():
                 log.warning("a call is still running at shutdown: thread=%s", thread.name)
         # no handler of a dead pool stays behind in the engine
-        self._engine.on_vacant = self._engine.on_works = lambda: None
+        self.engine.on_vacant = self.engine.on_works = lambda: None
 
     # --- waiting inside a work ---
 
     def begin_wait(self) -> None:
         """Note that this executor thread waits: another work may run in its place."""
         with self._lock:
-            self._num_running -= self._counts.get(threading.get_ident(), 0)
+            self.num_running -= self._counts.get(threading.get_ident(), 0)
         self._wake_one()
 
     def end_wait(self) -> None:
         """Note that this executor thread runs on."""
         with self._lock:
-            self._num_running += self._counts.get(threading.get_ident(), 0)
+            self.num_running += self._counts.get(threading.get_ident(), 0)
 
     # --- threads ---
 
     def _add_thread(self, may_lead: bool) -> None:
         with self._lock:
-            if self._stopping:
+            if self.is_stopping:
                 return
             self._num_made += 1
             name = f"{self._name}-{self._num_made}"
@@ -189,14 +186,14 @@ class Executor:
         self._prepare()
         goal = _ThreadGoal(self)
         try:
-            while not self._stopping:
+            while not self.is_stopping:
                 work = self._take_work()
                 if work is not None:
                     self._run_work(work)
                     del work  # an idle thread keeps nothing of the user's alive
                     may_lead = True
-                elif may_lead and self._engine.try_lead():
-                    self._engine.lead(goal, UNLIMITED, takes_works=True)
+                elif may_lead and self.engine.try_lead():
+                    self.engine.lead(goal, UNLIMITED, takes_works=True)
                     may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:
                     may_lead = self._stand_by(goal)
@@ -208,16 +205,16 @@ class Executor:
 
     def _take_work(self) -> Work | None:
         """Return a work that may run now, if there is one."""
-        engine = self._engine
+        engine = self.engine
         with self._lock:
             if engine.urgent:
                 work, counts = engine.urgent.popleft(), 0
-            elif engine.works and self._num_running < self._num_threads:
+            elif engine.works and self.num_running < self.num_threads:
                 work, counts = engine.works.popleft(), 1
             else:
                 return None
             self._num_busy += 1
-            self._num_running += counts
+            self.num_running += counts
             self._counts[threading.get_ident()] = counts
             self._num_started += 1
             return work
@@ -232,7 +229,7 @@ class Executor:
         finally:
             with self._lock:
                 self._num_busy -= 1
-                self._num_running -= self._counts.pop(threading.get_ident())
+                self.num_running -= self._counts.pop(threading.get_ident())
 
     # --- standing by ---
 
@@ -243,7 +240,7 @@ class Executor:
             _Retired: This spare thread was not needed for long.
         """
         with self._lock:
-            if self._stopping:  # too late to be woken by stop()
+            if self.is_stopping:  # too late to be woken by stop()
                 return False
             is_deputy = self._deputy is None
             if is_deputy:
@@ -267,7 +264,7 @@ class Executor:
         A lead that is free but was taken since the last look belongs to a thread that waits again and again:
             leave it alone.
         """
-        engine, unchanged, seen, patience = self._engine, 0, (-1, -1), PATIENCE
+        engine, unchanged, seen, patience = self.engine, 0, (-1, -1), PATIENCE
         while not goal.done:
             now = (engine.num_leads, self._num_started)
             if now == seen:
@@ -306,5 +303,5 @@ class Executor:
     def _wake_one(self) -> None:
         """A work waits and this thread will not run it."""
         if self.has_task():
-            self._engine.wake()
+            self.engine.wake()
             self._call_deputy()
