@@ -22,11 +22,10 @@ class _Guard:
 
 
 class ParameterLocks:
-    """Which lock guards which parameter of this process.
+    """Which lock guards which parameter of this process: each has its own.
 
-    Parameters that are asked for together and have no lock yet get one together, so those who use the same
-    parameters share exactly one lock, those who use disjoint ones share none, and overlapping ones share
-    some.
+    None is shared: who holds the locks of DDP's parameters waits for other workers, which may need others
+    here.
     """
 
     def __init__(self) -> None:
@@ -38,9 +37,14 @@ class ParameterLocks:
     def of(self, parameters: Iterable[Tensor]) -> list[Lock]:
         """Return the locks that guard these parameters, in the order in which they must be taken."""
         with self._mutex:
-            fresh = _Guard(next(self._serials))
-            found: set[_Guard] = {self._guards.setdefault(p, fresh) for p in parameters}
+            found = {self._guard(parameter) for parameter in parameters}
         return [guard.lock for guard in sorted(found, key=lambda guard: guard.serial)]
+
+    def _guard(self, parameter: Tensor) -> _Guard:
+        guard: _Guard | None = self._guards.get(parameter)
+        if guard is None:
+            guard = self._guards[parameter] = _Guard(next(self._serials))
+        return guard
 
     @contextmanager
     def held(self, locks: Iterable[Lock]) -> Iterator[None]:

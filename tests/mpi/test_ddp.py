@@ -3,6 +3,8 @@
 Every rank is a trainer; an embedding table lives on worker0, as on a parameter server.
 """
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpirpc as rpc
 from mpirpc import autograd
+from mpirpc.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -111,3 +114,54 @@ def test_local_backward_and_distributed_one_take_turns(group):
         model(rows).square().sum().backward()
         for parameter, gradient in zip(model.parameters(), of_head, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+WAITS_FOR_OTHERS = threading.Event()
+"""At worker0: its last step has come to DDP, which waits for the other trainers."""
+
+
+def look_up_and_hold_back_gradients(indices):
+    """Their gradients reach the table only when this worker is a step ahead of who calls."""
+    rows = TABLE(indices)
+    rows.register_hook(lambda _: None if WAITS_FOR_OTHERS.wait(30) else pytest.fail("worker0 is not ahead"))
+    return rows
+
+
+def table_rref():
+    return rpc.RRef(TABLE.weight)
+
+
+@pytest.mark.parametrize("table_has", ["nothing", "hook", "optimizer"])
+def test_trainer_that_waits_in_ddp_keeps_nothing_from_the_others(group, table_has):
+    """worker0 waits in the DDP of its last step while the others' last but one still needs its table."""
+    WAITS_FOR_OTHERS.clear()
+    model = DistributedDataParallel(head())
+    num_steps = 0
+
+    def note_step(_):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            WAITS_FOR_OTHERS.set()
+
+    next(model.parameters()).register_post_accumulate_grad_hook(note_step)
+    handle = None
+    if group.rank == 0 and table_has == "hook":
+        handle = TABLE.weight.register_post_accumulate_grad_hook(lambda _: None)
+    if group.rank == 0 and table_has == "optimizer":
+        parameters = [rpc.RRef(parameter) for parameter in (TABLE.weight, *model.parameters())]
+        DistributedOptimizer(torch.optim.SGD, parameters, lr=0.0)
+    group.barrier()
+    table = rpc.remote("worker0", table_rref).to_here()
+    optimizer = DistributedOptimizer(torch.optim.SGD, [table], lr=0.0)
+    for step in range(3):  # before the second, DDP's trainers meet to sort their gradients anew
+        is_held_back = group.rank > 0 and step == 1
+        function = look_up_and_hold_back_gradients if is_held_back else look_up
+        with autograd.context() as context_id:
+            rows = rpc.rpc_sync("worker0", function, args=(batch(group.rank),))
+            autograd.backward(context_id, [model(rows).square().sum()])
+            if is_held_back:
+                optimizer.step(context_id)
+    group.barrier()
+    if handle is not None:
+        handle.remove()

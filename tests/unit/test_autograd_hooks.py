@@ -1,5 +1,7 @@
 """Unit tests for mpirpc._core.autograd_hooks: hooks of leaves see each gradient of a pass once, and whole."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -212,3 +214,20 @@ def test_tensor_hooks_of_other_passes_run_meanwhile(cluster):
     first.join(LIMIT)
     second.join(LIMIT)
     assert found == {"first": 10.0, "second": 10.0}
+
+
+OLDER_THAN_MPIRPC = """
+import sys, torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+from mpirpc._core.autograd_hooks import hook_test
+other = torch.ones(1, requires_grad=True)
+print([hook_test()((leaf * 1).grad_fn.next_functions[0][0]) for leaf in (*model.parameters(), other)])
+"""
+
+
+def test_ddp_that_is_older_than_mpirpc_is_known(tmp_path):
+    command = [sys.executable, "-c", OLDER_THAN_MPIRPC, str(tmp_path / "store")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "[True, True, False]\n", ran.stderr
