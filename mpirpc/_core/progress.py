@@ -456,13 +456,17 @@ class ProgressEngine:
             waiter.set()
 
     def close(self, graceful: bool) -> None:
-        """Close the transport. No thread polls any more; later sends are refused. Thread: any."""
+        """Send what is left and close the transport. No thread polls any more; later sends are refused.
+
+        Thread: any.
+        """
         lock = self._lock
         if isinstance(lock, _NeverFree):
             return
         with lock:
             if self._is_closed:
                 return
+            self._flush()  # a Leave, if the thread that had the lock has not come to it yet
             self.transport.close(graceful)
             self._is_closed = True
             # the lock stays taken: nobody gets at the closed transport

@@ -104,35 +104,35 @@ class MPITransport:
             WorkerLostError: ``dest`` is dead.
             TransportError: MPI refused the message.
         """
-        if self._losses is not None:
-            if dest in self._losses.ranks:
-                raise WorkerLostError(f"rank {dest} has died")
-            if not is_about_rest(message.head):
-                self._losses.sent_to[dest] += 1
+        if self._losses is not None and dest in self._losses.ranks:
+            raise WorkerLostError(f"rank {dest} has died")
         if self.bell is not None:
             self.bell.rouse(dest)  # first: the worker wakes up while the message leaves
         head = message.head
         nbytes = len(head)
-        self._sent += 1
-        self._sent_nbytes += message.nbytes if message.frames else nbytes
         if dest == self.rank:
             frames = [copy_of(frame) for frame in message.frames]
             self._to_myself.append(Arrival(dest, bytearray(head), frames))
-            return
-        try:
-            if nbytes <= POSTED_NBYTES:
-                self._post(dest, self._heads, head, head, nbytes)
-            else:
-                announcement = ANNOUNCEMENT.pack(nbytes)
-                self._post(dest, self._heads, announcement, announcement, ANNOUNCEMENT.size)
-                self._post_frame(dest, MPI.buffer(head).address, nbytes, head)
-            for frame in message.frames:
-                self._post_frame(dest, frame.data_ptr(), frame.nbytes, frame)
-        except MPI.Exception as error:
-            if self._losses is not None and is_loss(error):
-                self._lose()
-                raise WorkerLostError(f"rank {dest} has died") from error
-            raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
+        else:
+            try:
+                if nbytes <= POSTED_NBYTES:
+                    self._post(dest, self._heads, head, head, nbytes)
+                else:
+                    announcement = ANNOUNCEMENT.pack(nbytes)
+                    self._post(dest, self._heads, announcement, announcement, ANNOUNCEMENT.size)
+                    self._post_frame(dest, MPI.buffer(head).address, nbytes, head)
+                for frame in message.frames:
+                    self._post_frame(dest, frame.data_ptr(), frame.nbytes, frame)
+            except MPI.Exception as error:
+                if self._losses is not None and is_loss(error):
+                    self._lose()
+                    raise WorkerLostError(f"rank {dest} has died") from error
+                raise _translate(error, f"sending {message.nbytes} bytes to rank {dest}") from error
+        # last: a shutdown waits until all that counts as sent has been received
+        self._sent += 1
+        self._sent_nbytes += message.nbytes if message.frames else nbytes
+        if self._losses is not None and not is_about_rest(head):
+            self._losses.sent_to[dest] += 1
 
     def _post(self, dest: int, comm: MPI.Comm, buffer: object, keep: object, nbytes: int) -> None:
         request = comm.Isend([buffer, nbytes, MPI.BYTE], dest, TAG)

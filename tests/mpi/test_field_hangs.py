@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpirpc as rpc
 from mpirpc._core.current import get_current
-from mpirpc.errors import NotInitializedError, WorkerLostError
+from mpirpc.errors import NotInitializedError, TransportError, WorkerLostError
 
 LIMIT = 30.0
 
@@ -245,3 +245,19 @@ def refuses(use):
     except NotInitializedError as error:
         return "was forked from an RPC worker" in str(error)
     return False
+
+
+# --- what MPI refuses ---
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shutdown_does_not_wait_for_a_message_that_mpi_refused(rpc_world, monkeypatch):
+    def refuse(*_):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    transport = get_current().agent.engine.transport
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "_post", refuse)
+        with pytest.raises(TransportError, match="MPI failed while sending"):
+            rpc.rpc_sync(rpc_world.next, max, args=(1, 2))
+    rpc.shutdown(timeout=LIMIT)

@@ -332,6 +332,15 @@ def test_sums_over_all_workers(sides):
     assert [side.engine.sums for side in sides] == [[3, 20]] * 2
 
 
+def test_what_waits_in_the_outbox_leaves_before_the_end(sides):
+    """As the word that this worker leaves, when another thread has just looked at the network."""
+    first, second = sides
+    with first.engine._lock:
+        send(first, 1, "leave")
+    first.engine.close(graceful=False)
+    assert [bytes(arrival.head) for arrival in second.transport.poll()] == [b"leave"]
+
+
 def test_messages_after_the_end_are_refused(sides):
     failed = []
     sides[0].engine.close(graceful=True)
