@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mpirpc.__main__ import make_parser
+from mpirpc.cli import bench_run
 from mpirpc.cli.bench_peers import TorchPeers, peer_environment
 from mpirpc.cli.bench_report import as_table, value_text
 from mpirpc.cli.bench_rows import (
@@ -215,6 +216,31 @@ def test_every_specified_row_exists_and_can_be_measured():
     assert len(set(names)) == len(names)
     assert {row.work for row in rows} == {*WORK, "cycle"}
     assert sizes(64 * MIB)[-1] == 64 * MIB
+
+
+class SlowToStart:
+    """A side each block of which takes a while before its first repeat, on a clock of its own."""
+
+    name = "slow"
+
+    def __init__(self, once, each):
+        self.once, self.each, self.now = once, each, 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def measure(self, work, parameters, count, warm):
+        self.now += self.once + count * self.each
+
+
+@pytest.mark.parametrize("once", [0.0, 0.04])
+@pytest.mark.parametrize("each", [1e-5, 1e-2, 1.0])
+def test_blocks_are_filled_whatever_starting_one_takes(monkeypatch, once, each):
+    side = SlowToStart(once, each)
+    monkeypatch.setattr(bench_run, "time", side)
+    row = Row("x", "noop", most=1_000_000)
+    count = bench_run._find_count(row, side, bench_run.Plan(rounds=1, block_time=0.15))
+    assert count == 2 or 0.07 < once + count * each < 0.3
 
 
 def test_targets_are_judged_in_the_right_direction():

@@ -239,7 +239,7 @@ def _flight_rows() -> list[Row]:
             {"num_threads": num_threads},
             unit="1/s",
             targets=targets.get(num_threads, ()),
-            warm=num_threads,
+            warm=0,
         )
         for num_threads in (1, 4, 16, 64)
     ]

@@ -108,13 +108,20 @@ def _measure_by_turns(
 
 
 def _find_count(row: Row, side: Side, plan: Plan) -> int:
-    """How many repeats fill a block."""
+    """How many repeats fill a block.
+
+    More and more are tried, until what each block has once (threads to start, warming up) weighs little.
+    """
     if row.most == 1:
         return 1
-    start = time.perf_counter()
-    side.measure(row.work, row.parameters_for(side.name), 1, row.warm)
-    each = (time.perf_counter() - start) / (1 + row.warm)
-    return max(2, min(row.most, int(plan.block_time / each)))
+    count = 1
+    while True:
+        start = time.perf_counter()
+        side.measure(row.work, row.parameters_for(side.name), count, row.warm)
+        in_a_block = count * plan.block_time / (time.perf_counter() - start)
+        if in_a_block < 2 * count or count >= row.most:
+            return max(2, min(row.most, int(in_a_block)))
+        count = max(2 * count, int(in_a_block / 2))
 
 
 def _extend(series: Series, more: Series) -> None:

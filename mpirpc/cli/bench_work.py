@@ -229,11 +229,15 @@ def _one_way(api: Api, count: int, nbytes: int) -> Series:
 
 
 def _threads(api: Api, count: int, num_threads: int) -> Series:
-    """``count`` no-ops over all threads; one sample, the mean time from one call's end to the next."""
+    """``count`` no-ops over all threads; one sample, the mean time from one call's end to the next.
+
+    The time begins when each thread has made one call more: how long threads take to start is not measured.
+    """
     each = max(1, count // num_threads)
     gate = Barrier(num_threads + 1)
 
     def make_calls() -> None:
+        api.rpc.rpc_sync(api.next_worker, noop)
         gate.wait()
         for _ in range(each):
             api.rpc.rpc_sync(api.next_worker, noop)
