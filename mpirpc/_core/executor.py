@@ -38,6 +38,10 @@ slow calls one after the other, and make them slower still."""
 COLD_AFTER = 40
 """Looks without any change after which the deputy parks."""
 
+COLD_PATIENCE = 1.0
+"""Seconds between two looks of a deputy that is parked. Whoever gives the lead up to run a work calls it; who
+handles a message does not, and is held up if user code blocks that rebuilds an object of the message."""
+
 SPARE_LIFE = 10.0
 """Seconds after which a spare thread ends."""
 
@@ -279,7 +283,7 @@ class Executor:
                 continue
             self._deputy_is_cold = True
             if engine.is_led() and not goal.done:  # who gives the lead up from now on sees that we are cold
-                goal.park(SPARE_LIFE)
+                goal.park(COLD_PATIENCE)
             self._deputy_is_cold = False
         with self._lock:
             self._deputy = None

@@ -216,3 +216,28 @@ def test_idle_deputy_parks_and_comes_back(monkeypatch, small_pool):
     for number in range(50):
         assert small_pool.run(lambda number=number: small_pool.arrives(f"in {number}"))
         assert small_pool.arrives(f"out {number}")
+
+
+def test_network_is_looked_after_while_a_message_is_being_handled(monkeypatch, small_pool):
+    """As one whose contents take long to rebuild; also if all was at rest before."""
+    monkeypatch.setattr(module, "PATIENCE", 1e-5)
+    monkeypatch.setattr(module, "SPARE_LIFE", 1000.0)
+    monkeypatch.setattr(module, "COLD_PATIENCE", 0.01)
+    gate, handle = threading.Event(), small_pool.engine._handle
+    blocked = threading.Event()
+
+    def block_at_first(arrival):
+        if bytes(arrival.head) == b"slow":
+            blocked.set()
+            gate.wait()
+        handle(arrival)
+
+    small_pool.engine._handle = block_at_first
+    small_pool.run(lambda: None)
+    until(lambda: small_pool.executor._deputy_is_cold)
+    small_pool.engine.submit(0, Outgoing(b"slow", []))
+    assert blocked.wait(LIMIT)
+    try:
+        assert small_pool.arrives("other")
+    finally:
+        gate.set()
