@@ -7,7 +7,6 @@ scale or clip them in place.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
@@ -92,14 +91,13 @@ def accumulate(
 
     Copies: a gradient whose memory somebody else has, or that is laid out otherwise than its leaf. Else none.
     """
-    pairs = list(found)
-    keys = [storage_key(gradient) for _, gradient in pairs]
-    uses = Counter(keys)
-    for (leaf, gradient), key in zip(pairs, keys, strict=True):
+    for leaf, gradient in found:
         known = gradients.get(leaf)
         if known is not None:
             gradients[leaf] = add(known, gradient)
-        elif key in taken or uses[key] > 1 or not _fits(leaf, gradient):
+            continue
+        key = storage_key(gradient)
+        if key in taken or not _fits(leaf, gradient):
             gradients[leaf] = _copy(gradient)
         else:
             gradients[leaf] = gradient
