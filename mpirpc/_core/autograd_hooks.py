@@ -4,16 +4,17 @@ A backward pass takes gradients out of torch's engine before they get to ``.grad
 run. They are run here, once per pass. The engine is given the sums, ``.grad`` is lent to it, and what it
 holds afterwards (of DDP: the mean over its ranks) is the gradient.
 
-DDP's leaves go through the engine together, which it counts on, and without any others: it waits for the
-other trainers, whose passes may need the other leaves of this worker first.
+DDP's leaves go through the engine together, which it counts on, and each other leaf by itself: a hook may
+wait for the other trainers, whose passes may need the other leaves of this worker first.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +25,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mpirpc._core.parameter_locks import PARAMETER_LOCKS
+from mpirpc.errors import AutogradError
+
+# --- which leaves ---
 
 _ddp_modules: WeakSet[DistributedDataParallel] = WeakSet()
 """Those that live; under ``_ddp_lock``. Their hooks are written in C++ and cannot be seen from Python."""
@@ -31,34 +35,46 @@ _ddp_modules: WeakSet[DistributedDataParallel] = WeakSet()
 _ddp_lock = threading.Lock()
 
 
-def _note_ddp(parent: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
+def _note_ddp(module: torch.nn.Module, *_part: Any) -> None:
     """A module has got a part; that of DDP is what it wraps."""
-    if isinstance(parent, DistributedDataParallel):
+    if isinstance(module, DistributedDataParallel):
         with _ddp_lock:
-            _ddp_modules.add(parent)
+            _ddp_modules.add(module)
+
+
+def _noting(setstate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wrap what makes DDP modules in ``copy.deepcopy`` and unpickling: no hook tells of these."""
+
+    @functools.wraps(setstate)
+    def set_and_note(self: DistributedDataParallel, state: Any) -> None:
+        setstate(self, state)
+        _note_ddp(self)
+
+    return set_and_note
 
 
 register_module_module_registration_hook(_note_ddp)
+DistributedDataParallel.__setstate__ = _noting(DistributedDataParallel.__setstate__)  # type: ignore[method-assign]
 if distributed.is_available() and distributed.is_initialized():  # some may be older than this import
     _ddp_modules.update(it for it in gc.get_objects() if issubclass(type(it), DistributedDataParallel))
 
 
-def _ddp_leaves() -> set[int]:
-    """Return the ids of the parameters that DDP averages."""
+def _parameters_by_ddp() -> dict[DistributedDataParallel, list[torch.Tensor]]:
+    """Return the parameters that each DDP module averages."""
     with _ddp_lock:
         modules = list(_ddp_modules)
-    return {
-        id(parameter)
-        for module in modules
-        for parameter in getattr(module, "_module_parameters", None) or module.parameters()
-    }
+    found = {}
+    for module in modules:
+        parameters = getattr(module, "_module_parameters", None) or module.parameters()
+        found[module] = [parameter for parameter in parameters if parameter.requires_grad]
+    return found
 
 
 def hook_test() -> Callable[[Node], bool]:
     """Return what says whether a leaf's node has such hooks."""
     if not _ddp_modules:
         return _has_hooks
-    of_ddp = _ddp_leaves()
+    of_ddp = {id(parameter) for parameters in _parameters_by_ddp().values() for parameter in parameters}
     return lambda node: id(node.variable) in of_ddp or _has_hooks(node)  # type: ignore[attr-defined]
 
 
@@ -75,47 +91,109 @@ def _nothing(*_gradients: Any) -> None:
     """Take the place of a hook."""
 
 
-def run_hooks(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Accumulate these gradients of leaves as ``backward`` would; return what ``.grad`` is then, if anything.
+# --- running them ---
 
-    ``.grad`` is afterwards what it was before. User code runs here; DDP waits for its other ranks.
 
-    Copies: what DDP will write to again (``gradient_as_bucket_view``).
+class HookRun:
+    """One run of the engine for leaves that must go through it together.
+
+    Attributes:
+        leaves: Those whose ``.grad`` hooks may set: of DDP all that it averages, for it knows gradients of
+            other ranks that this one has none of.
+        adds_up: ``.grad`` must hold what earlier passes have found, and then holds the sum: under ``no_sync``
+            DDP leaves that for its next mean.
+
+    Raises:
+        AutogradError: A DDP module has a static graph.
     """
-    of_ddp = _ddp_leaves()
-    found: list[torch.Tensor | None] = [None] * len(edges)
-    is_of_ddp = [id(edge.node.variable) in of_ddp for edge in edges]  # type: ignore[attr-defined]
-    for now in (False, True):
-        places = [place for place, of in enumerate(is_of_ddp) if of is now]
-        if places:
-            grads = _accumulate([edges[place] for place in places], [gradients[place] for place in places])
-            for place, grad in zip(places, grads, strict=True):
-                found[place] = grad
-    return found
+
+    def __init__(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        ddp: Mapping[DistributedDataParallel, Sequence[torch.Tensor]],
+    ) -> None:
+        self._edges, self._gradients = edges, gradients
+        self.adds_up = bool(ddp)
+        leaves = {id(leaf): leaf for edge in edges for leaf in [_leaf(edge)]}
+        leaves |= {id(parameter): parameter for parameters in ddp.values() for parameter in parameters}
+        self.leaves = list(leaves.values())
+        self._writes_again = any(module.gradient_as_bucket_view for module in ddp)
+        if any(getattr(module, "static_graph", False) for module in ddp):
+            raise AutogradError(
+                "DistributedDataParallel(static_graph=True) does not work in a distributed backward pass: "
+                "its trainers would not average their gradients",
+                "make it without static_graph",
+            )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep everybody else off the leaves' ``.grad``."""
+        return PARAMETER_LOCKS.held(PARAMETER_LOCKS.of(self.leaves))
+
+    def accumulate(self, before: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Accumulate as ``backward`` would; return what ``.grad`` of each leaf is then, if anything.
+
+        ``.grad`` is afterwards what it was before. User code runs here; DDP waits for its other ranks.
+
+        Args:
+            before: What ``.grad`` is to hold, if the run ``adds_up``.
+
+        Copies: ``before``, and what DDP will write to again (``gradient_as_bucket_view``).
+        """
+        with _lent_grad(self.leaves, before), _without_tensor_hooks([_leaf(edge) for edge in self._edges]):
+            _engine_run_backward(
+                tuple(self._edges),
+                tuple(self._gradients),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+            # none where a hook has used it up, as an optimizer that steps in backward does
+            return {leaf: self._own(leaf.grad) for leaf in self.leaves if leaf.grad is not None}
+
+    def _own(self, grad: torch.Tensor) -> torch.Tensor:
+        if self._writes_again or (
+            grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.nbytes
+        ):
+            grad = grad.clone()
+        return grad.detach()
 
 
-def _accumulate(
-    edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Do so in one run of the engine, with the leaves' locks held."""
-    leaves = [edge.node.variable for edge in edges]  # type: ignore[attr-defined]
-    with (
-        PARAMETER_LOCKS.held(PARAMETER_LOCKS.of(leaves)),
-        _without_grad(leaves),
-        _without_tensor_hooks(leaves),
-    ):
-        _engine_run_backward(
-            tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-        return [_own(leaf.grad) for leaf in leaves]
+def hook_runs(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> list[HookRun]:
+    """Return the runs for these gradients of leaves, in the order in which they are to be done."""
+    by_ddp = _parameters_by_ddp()
+    leaves = {id(_leaf(edge)) for edge in edges}
+    ddp = {
+        module: parameters
+        for module, parameters in by_ddp.items()
+        if not leaves.isdisjoint(map(id, parameters))
+    }
+    of_ddp = {id(parameter) for parameters in ddp.values() for parameter in parameters}
+    together: tuple[list[GradientEdge], list[torch.Tensor]] = ([], [])
+    runs = []
+    for edge, gradient in zip(edges, gradients, strict=True):
+        if id(_leaf(edge)) in of_ddp:
+            together[0].append(edge)
+            together[1].append(gradient)
+        else:
+            runs.append(HookRun([edge], [gradient], {}))
+    return [*runs, HookRun(*together, ddp)] if ddp else runs
+
+
+def _leaf(edge: GradientEdge) -> torch.Tensor:
+    leaf: torch.Tensor = edge.node.variable  # type: ignore[attr-defined]
+    return leaf
 
 
 @contextmanager
-def _without_grad(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def _lent_grad(leaves: Sequence[torch.Tensor], lent: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+    """Let ``.grad`` be a copy of what is lent, or None, inside."""
     before = [leaf.grad for leaf in leaves]
     try:
         for leaf in leaves:
-            leaf.grad = None
+            leaf.grad = lent[leaf].clone() if leaf in lent else None
         yield
     finally:
         for leaf, grad in zip(leaves, before, strict=True):
@@ -123,26 +201,27 @@ def _without_grad(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class _OfThread(threading.local):
-    """Whether this thread is in :func:`run_hooks`."""
+    """The ids of the leaves whose hooks this thread runs."""
 
-    skips_tensor_hooks = False
+    leaves: Collection[int] = ()
 
 
 _thread = _OfThread()
 
 
 class _TensorHook:
-    """A leaf's tensor hook that stays out of :func:`run_hooks`: it has seen these gradients already.
+    """A leaf's tensor hook that stays out of a :class:`HookRun`: it has seen these gradients already.
 
     It takes the hook's place in the leaf's table for good, so that passes of other threads see the same hooks
     at any time, and a handle removes it as ever.
     """
 
-    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, leaf: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._leaf_id = id(leaf)
         self._hook = hook
 
     def __call__(self, gradient: torch.Tensor) -> Any:
-        return None if _thread.skips_tensor_hooks else self._hook(gradient)
+        return None if self._leaf_id in _thread.leaves else self._hook(gradient)
 
 
 @contextmanager
@@ -151,18 +230,9 @@ def _without_tensor_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         table: Any = leaf._backward_hooks
         for key, hook in list(table.items()) if table else ():
             if type(hook) is not _TensorHook:
-                table[key] = _TensorHook(hook)
-    _thread.skips_tensor_hooks = True
+                table[key] = _TensorHook(leaf, hook)
+    before, _thread.leaves = _thread.leaves, {id(leaf) for leaf in leaves}
     try:
         yield
     finally:
-        _thread.skips_tensor_hooks = False
-
-
-def _own(grad: Any) -> torch.Tensor | None:
-    if grad is None:  # a hook has used it up, as an optimizer that steps in backward does
-        return None
-    if grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.nbytes:
-        grad = grad.clone()
-    own: torch.Tensor = grad.detach()
-    return own
+        _thread.leaves = before

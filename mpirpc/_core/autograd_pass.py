@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 from mpirpc._core.autograd_context import AutogradContext
 from mpirpc._core.autograd_gradients import accumulate, add, encode_gradients, storage_key
 from mpirpc._core.autograd_graph import LocalGraph, explore, leaf_of, run
-from mpirpc._core.autograd_hooks import run_hooks
+from mpirpc._core.autograd_hooks import hook_runs
 from mpirpc._core.autograd_protocol import (
     ROOTS,
     Ack,
@@ -310,13 +310,20 @@ class PassRunner:
         with context.gradients_lock:
             edges, gradients = list(self._unhooked), list(self._unhooked.values())
             self._unhooked = {}
-        if edges:
-            found = run_hooks(edges, gradients)
-            if self.error is not None:
-                return []
-            with context.gradients_lock:
-                pairs = [(leaf_of(edge), g) for edge, g in zip(edges, found, strict=True) if g is not None]
-                accumulate(context.gradients, pairs, self._taken)
+        for run_of_hooks in hook_runs(edges, gradients):
+            with run_of_hooks.alone():
+                with context.gradients_lock:
+                    before = dict(context.gradients) if run_of_hooks.adds_up else {}
+                found = run_of_hooks.accumulate(before)
+                if self.error is not None:
+                    return []
+                with context.gradients_lock:
+                    if run_of_hooks.adds_up:
+                        for leaf in run_of_hooks.leaves:  # a hook may have used up what there was
+                            context.gradients.pop(leaf, None)
+                        context.gradients.update(found)
+                    else:
+                        accumulate(context.gradients, found.items(), self._taken)
         with self._lock:
             if self._protocol is None or self.error is not None:
                 return []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -13,46 +11,45 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-@dataclass(frozen=True, slots=True)
-class _Guard:
-    """A lock over parameters, and its place in the order in which locks are taken."""
-
-    serial: int
-    lock: Lock = field(default_factory=Lock, compare=False)
-
-
 class ParameterLocks:
     """Which lock guards which parameter of this process: each has its own.
 
-    None is shared: who holds the locks of DDP's parameters waits for other workers, which may need others
-    here.
+    None is shared, nor held while another is waited for: who holds the locks of DDP's parameters waits for
+    other workers, which may need others here.
     """
 
     def __init__(self) -> None:
-        self._serials = itertools.count()
-        # Parameter -> _Guard; an entry lives as long as its parameter. Changed under _mutex.
-        self._guards: Any = WeakTensorKeyDictionary()
-        self._mutex = Lock()  # guards _guards; held for look-ups only
+        # Parameter -> Lock; an entry lives as long as its parameter. Changed under _mutex.
+        self._locks: Any = WeakTensorKeyDictionary()
+        self._mutex = Lock()  # guards _locks; held for look-ups only
 
     def of(self, parameters: Iterable[Tensor]) -> list[Lock]:
-        """Return the locks that guard these parameters, in the order in which they must be taken."""
+        """Return the locks that guard these parameters, in an order that is the same for all callers."""
         with self._mutex:
-            found = {self._guard(parameter) for parameter in parameters}
-        return [guard.lock for guard in sorted(found, key=lambda guard: guard.serial)]
-
-    def _guard(self, parameter: Tensor) -> _Guard:
-        guard: _Guard | None = self._guards.get(parameter)
-        if guard is None:
-            guard = self._guards[parameter] = _Guard(next(self._serials))
-        return guard
+            found: set[Lock] = {self._locks.setdefault(parameter, Lock()) for parameter in parameters}
+        return sorted(found, key=id)
 
     @contextmanager
-    def held(self, locks: Iterable[Lock]) -> Iterator[None]:
+    def held(self, locks: Sequence[Lock]) -> Iterator[None]:
         """Hold locks that :meth:`of` returned."""
-        with ExitStack() as stack:
-            for lock in locks:
-                stack.enter_context(lock)
+        while (busy := _take_all(locks)) is not None:
+            with busy:  # wait until it is free
+                pass
+        try:
             yield
+        finally:
+            for lock in locks:
+                lock.release()
+
+
+def _take_all(locks: Sequence[Lock]) -> Lock | None:
+    """Take all locks, or none; return the one that could not be had."""
+    for place, lock in enumerate(locks):
+        if not lock.acquire(blocking=False):
+            for taken in locks[:place]:
+                taken.release()
+            return lock
+    return None
 
 
 PARAMETER_LOCKS = ParameterLocks()

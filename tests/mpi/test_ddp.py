@@ -3,6 +3,8 @@
 Every rank is a trainer; an embedding table lives on worker0, as on a parameter server.
 """
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpirpc as rpc
 from mpirpc import autograd
+from mpirpc.errors import AutogradError
 from mpirpc.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -114,6 +117,77 @@ def test_local_backward_and_distributed_one_take_turns(group):
         model(rows).square().sum().backward()
         for parameter, gradient in zip(model.parameters(), of_head, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+def numbered(rank):
+    """An input that makes the gradient of a weight of ``Linear(2, 1)`` the number of the rank, from 1."""
+    return torch.full((1, 2), 1.0 + rank)
+
+
+def mean(size):
+    return (1.0 + size) / 2
+
+
+class TwoBranches(nn.Module):
+    """Each rank uses one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+
+    def forward(self, value, number):
+        return self.branches[number](value)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copy_of_a_ddp_module_is_one(group, copied):
+    model = copied(DistributedDataParallel(nn.Linear(2, 1, bias=False)))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [model(numbered(group.rank)).sum()])
+        gradient = autograd.get_gradients(context_id)[model.module.weight]
+    assert gradient.unique().tolist() == [mean(group.size)]
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_parameter_that_only_other_ranks_use_gets_its_mean(group, gradient_as_bucket_view):
+    model = DistributedDataParallel(
+        TwoBranches(), find_unused_parameters=True, gradient_as_bucket_view=gradient_as_bucket_view
+    )
+    by_branch = [sum(1.0 + rank for rank in range(b, group.size, 2)) / group.size for b in range(2)]
+    for _ in range(3):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [model(numbered(group.rank), group.rank % 2).sum()])
+            found = autograd.get_gradients(context_id)
+        for branch, gradient in zip(model.module.branches, by_branch, strict=True):
+            assert found[branch.weight].unique().tolist() == pytest.approx([gradient])
+            assert branch.weight.grad is None
+
+
+def test_gradients_add_up_under_no_sync(group):
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with autograd.context() as context_id:
+        with model.no_sync():
+            autograd.backward(context_id, [model(numbered(group.rank)).sum()])
+            mine = autograd.get_gradients(context_id)[model.module.weight]
+        autograd.backward(context_id, [10 * model(numbered(group.rank)).sum()])
+        found = autograd.get_gradients(context_id)[model.module.weight]
+    assert mine.unique().tolist() == [1.0 + group.rank]
+    assert found.unique().tolist() == [11 * mean(group.size)]
+
+
+def test_passes_of_one_context_add_up_where_ddp_writes_to_its_gradients_again(group):
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False), gradient_as_bucket_view=True)
+    with autograd.context() as context_id:
+        for factor in (1, 5, 10):
+            autograd.backward(context_id, [factor * model(numbered(group.rank)).sum()])
+        found = autograd.get_gradients(context_id)[model.module.weight]
+    assert found.unique().tolist() == [16 * mean(group.size)]
+
+
+def test_static_graph_is_refused(group):
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False), static_graph=True)
+    with autograd.context() as context_id, pytest.raises(AutogradError, match="static_graph=True"):
+        autograd.backward(context_id, [model(numbered(group.rank)).sum()])
 
 
 WAITS_FOR_OTHERS = threading.Event()

@@ -9,6 +9,7 @@ import torch
 
 import mpirpc as rpc
 from mpirpc import autograd
+from mpirpc._core.parameter_locks import PARAMETER_LOCKS, ParameterLocks
 from mpirpc.testing import LoopbackCluster
 
 LIMIT = 30.0
@@ -214,6 +215,57 @@ def test_tensor_hooks_of_other_passes_run_meanwhile(cluster):
     first.join(LIMIT)
     second.join(LIMIT)
     assert found == {"first": 10.0, "second": 10.0}
+
+
+def test_hook_of_one_leaf_keeps_no_other_leaf(cluster):
+    """It may wait for another worker, whose pass may need the other one."""
+    a, b, was_locked = leaf(1.0), leaf(1.0), {}
+    for one, other in ((a, b), (b, a)):
+        one.register_post_accumulate_grad_hook(
+            lambda t, other=other: was_locked.update({id(t): PARAMETER_LOCKS.of([other])[0].locked()})
+        )
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(a) * loss_of(b)])
+    assert was_locked == {id(a): False, id(b): False}
+
+
+def test_tensor_hooks_of_other_leaves_run_in_a_backward_inside_of_a_hook(cluster):
+    a, b, seen = leaf(1.0), leaf(1.0), []
+    b.register_hook(lambda grad: grad * 10)
+    b.register_post_accumulate_grad_hook(lambda t: None)
+
+    def go_backward_to_b(_):
+        with torch.enable_grad():
+            (b * 2).sum().backward()
+        seen.append(b.grad.item())
+        b.grad = None
+
+    a.register_post_accumulate_grad_hook(go_backward_to_b)
+    for loss in (lambda: loss_of(a) * loss_of(b), lambda: loss_of(a)):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss()])
+    assert seen == [20.0, 20.0]
+
+
+def test_no_lock_is_held_while_another_one_is_waited_for():
+    locks = ParameterLocks()
+    first, second = found = locks.of([leaf(1.0), leaf(2.0)])
+    for taken, other in ((first, second), (second, first)):
+        is_in = threading.Event()
+
+        def enter(is_in=is_in):
+            with locks.held(found):
+                is_in.set()
+
+        with taken:
+            thread = threading.Thread(target=enter)
+            thread.start()
+            for _ in range(100):  # at no time has it the other one for longer than a look
+                assert other.acquire(timeout=LIMIT)
+                other.release()
+            assert not is_in.is_set()
+        assert is_in.wait(LIMIT)
+        thread.join()
 
 
 OLDER_THAN_MPIRPC = """
