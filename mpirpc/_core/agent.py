@@ -274,7 +274,7 @@ class Agent:
         if dest in self.left:
             self._end(pending, self._lost(pending))
         else:
-            engine.submit(dest, outgoing, not counts)
+            engine.submit(dest, outgoing)
 
     def wait(self, goal: Waiter, deadline: float = UNLIMITED) -> bool:
         """Wait until ``goal.done`` or the deadline; say whether it is. Thread: any. Progress: drives it."""

@@ -37,8 +37,6 @@ class Doorbell:
         except OSError:
             self._socket.close()
             raise
-        self._poller = select.poll()  # select() takes no descriptor above 1023
-        self._poller.register(self._socket, select.POLLIN)
 
     def find(self, addresses: Sequence[str]) -> bool:
         """Remember the bells of all workers, by rank; say whether each can be rung from here."""
@@ -80,12 +78,12 @@ class Doorbell:
         Thread: one at a time.
         """
         rang = False
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
-            is_ringing = self._poller.poll(1e3 * timeout)
-            while is_ringing:
-                self._socket.recv(1)
-                rang = True
-                is_ringing = self._poller.poll(0)
+        with contextlib.suppress(OSError, ValueError):  # nothing more has come; or it was closed meanwhile
+            poller = select.poll()  # select() takes no descriptor above 1023
+            poller.register(self._socket, select.POLLIN)
+            poller.poll(1e3 * timeout)
+            while self._socket.recv(1):
+                rang = True  # also if it came after the time was over: it is used up now
         return rang
 
     def close(self) -> None:

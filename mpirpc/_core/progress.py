@@ -33,6 +33,9 @@ log = logging.getLogger("mpirpc.progress")
 FOLLOW = 0.05
 """How long a parked thread sleeps at most before it looks again whether the lead is free, in seconds."""
 
+LOOKS_BESIDE = 100
+"""How often a thread polls beside an executor thread that leads, before it parks."""
+
 SHORT_SLEEP = 5e-4
 """Sleeps below this, in seconds, are over before a bell would be of use."""
 
@@ -153,8 +156,8 @@ class ProgressEngine:
 
     # --- sending ---
 
-    def submit(self, dest: int, message: Outgoing, will_wait: bool = False) -> None:
-        """Send ``message``; return at once. ``will_wait``: this thread is about to wait for an answer.
+    def submit(self, dest: int, message: Outgoing) -> None:
+        """Send ``message``; return at once.
 
         Thread: any.   Progress: never blocks.
         Errors: if the transport refuses the message, ``message.on_failed`` is called.
@@ -177,7 +180,7 @@ class ProgressEngine:
             if self._is_closed:
                 self._refuse_outbox()
         leader = self._leader  # no time to sleep: polling moves what is long, and who answers at once rings
-        if leader is not None and not will_wait:  # no bell; a request brings a deadline, too
+        if leader is not None:  # no bell; a request brings a deadline, too
             leader.unpark()
 
     def wake(self) -> None:
@@ -386,8 +389,8 @@ class ProgressEngine:
     def _follow(self, goal: Waiter, deadline: float) -> bool:
         """Park until ``goal`` is done or the lead is offered; say whether it was."""
         self._followers.append(goal)
-        if not (self._executor_leads and self._look_around(goal, deadline)):
-            self.wake()  # an executor thread hands the lead over
+        self.wake()  # an executor thread hands the lead over
+        if not (self._executor_leads and self._look_around(goal)):
             goal.park(min(FOLLOW, deadline - monotonic()))
         try:
             self._followers.remove(goal)
@@ -395,14 +398,13 @@ class ProgressEngine:
             return True
         return False
 
-    def _look_around(self, goal: Waiter, deadline: float) -> bool:
-        """Poll beside an executor thread that leads: it sleeps, and need not be woken for a short wait.
+    def _look_around(self, goal: Waiter) -> bool:
+        """While an executor thread is on its way to give the lead up, poll beside it.
 
         Returns:
-            Whether ``goal`` is done, or the lead is free; else ``spin_time`` or all time is over.
+            Whether ``goal`` is done, or the lead is free.
         """
-        until = min(deadline, monotonic() + self._spin_time)
-        while monotonic() < until:
+        for _ in range(LOOKS_BESIDE):
             arrivals = self._poll()
             if arrivals:
                 self._handle_all(arrivals, False)

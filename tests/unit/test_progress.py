@@ -219,32 +219,6 @@ def test_follower_is_woken_by_the_leader(sides):
     assert all(joined(thread) for thread in threads)
 
 
-@pytest.fixture
-def asleep(sides):
-    """What an executor thread that leads at the first side waits for in its sleep."""
-    engine, goal = sides[0].engine, Waiter()
-    assert engine.try_lead()
-    engine._executor_leads, engine._leader = True, goal
-    return goal
-
-
-def test_short_wait_does_not_wake_an_executor_thread_that_leads(sides, asleep):
-    sides[0].engine.submit(1, Outgoing(b"question", []), will_wait=True)
-    send(sides[1], 0, "answer")
-    assert sides[0].engine.wait(sides[0].goal("answer"))
-    assert not asleep._is_woken
-
-
-def test_long_wait_wakes_an_executor_thread_that_leads(sides, asleep):
-    assert not sides[0].engine.wait(Waiter(), PAST)
-    assert asleep._is_woken
-
-
-def test_message_that_nobody_waits_for_wakes_the_leader(sides, asleep):
-    sides[0].engine.submit(1, Outgoing(b"long", []))
-    assert asleep._is_woken
-
-
 def test_many_threads_hand_the_lead_on(sides):
     """Whoever leads is done at some time: each time another thread must take over."""
     goals = [sides[1].goal(str(number)) for number in range(20)]
