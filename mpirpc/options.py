@@ -51,7 +51,8 @@ class MPIRpcBackendOptions(RpcBackendOptions):
 
     Args:
         num_worker_threads: How many calls may run at one time on this worker (MPIRPC_NUM_WORKER_THREADS). A
-            call that waits for another call does not count.
+            call that waits for another call does not count, and goes on at once when that is over, beside the
+            one that has taken its place.
         rpc_timeout: Default limit of one call in seconds; 0 means no limit (MPIRPC_RPC_TIMEOUT).
         init_method: Accepted for programs that pass it; workers always meet by the communicator.
         device_maps: For each callee's name, which CUDA device of ours maps to which of theirs.

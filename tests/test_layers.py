@@ -34,7 +34,7 @@ LAYERS = [
         "_core/launcher",
         "_core/rank_launcher",
     ],
-    ["_core/parameter_locks", "_core/autograd_checks", "_core/doorbell"],
+    ["_core/parameter_locks", "_core/autograd_checks", "_core/doorbell", "_core/waiter"],
     [
         "_core/autograd_hooks",
         "_core/tensor_layout",

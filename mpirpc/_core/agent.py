@@ -21,9 +21,10 @@ from mpirpc._core.executor import Executor
 from mpirpc._core.flow import Flow
 from mpirpc._core.messages import Body, CallResponse, ErrorResponse, ForkDescriptor, Leave, Message, RRefId
 from mpirpc._core.profiling import Span
-from mpirpc._core.progress import ProgressEngine, Waiter
+from mpirpc._core.progress import ProgressEngine
 from mpirpc._core.timing import UNLIMITED, monotonic
 from mpirpc._core.transport import Arrival, Transport, check_name
+from mpirpc._core.waiter import Waiter
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import (
     ConfigurationError,
@@ -387,7 +388,7 @@ class Agent:
             self._overdue[request_id] = partial(self._came_late, pending, stays_counted)
         if self._pending.pop(request_id, None) is not None:
             pending.error = error
-            self._over(pending, stays_counted)
+            self._over(pending, True, stays_counted)
         elif pending.error is None:
             self._overdue.pop(request_id, None)
 
@@ -397,14 +398,16 @@ class Agent:
         if pending.on_late is not None:
             pending.on_late()
 
-    def _over(self, pending: Pending, stays_counted: bool = False) -> None:
+    def _over(self, pending: Pending, has_failed: bool = False, stays_counted: bool = False) -> None:
         if pending.counted and not stays_counted:
             self._flow.remove(pending.dest, pending.counted)
         on_done, pending.on_done = pending.on_done, None  # it holds the future that holds this
-        if on_done is not None:
-            on_done(pending)
-        else:
+        if on_done is None:
             pending.set()
+        elif has_failed and not self.executor.is_stopping:  # others may fail at the same time, and a callback
+            self.executor.submit_urgent(partial(on_done, pending))  # of this one may wait for them
+        else:
+            on_done(pending)
 
     # --- deadlines and the end ---
 

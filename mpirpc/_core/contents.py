@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mpirpc._core.autograd_engine import AutogradEngine
 from mpirpc._core.messages import Body, CallResponse, ForkDescriptor
 from mpirpc._core.pickling import RRefHook, load_flat, loads
@@ -64,6 +66,9 @@ class Contents:
         """Rebuild what a message carries: handles first (they must be released even if unpickling fails)."""
         if type(incoming) is ShortIncoming and not incoming.described:
             return load_flat(incoming.flat)
+        if torch.is_inference_mode_enabled():  # this thread's mode is not that of who will use the tensors
+            with torch.inference_mode(False):
+                return self.open(source, incoming, context_id, message_id)
         rrefs = [self._adopt(fork) for fork in incoming.forks()]
         body, needs_grad = incoming.body()
         tensors = body.tensors

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from mpirpc._core.progress import ProgressEngine, Waiter
+from mpirpc._core.progress import ProgressEngine
 from mpirpc._core.timing import UNLIMITED, monotonic
+from mpirpc._core.waiter import Waiter
 
 log = logging.getLogger("mpirpc.executor")
 
@@ -140,11 +142,15 @@ class Executor:
         return threading.get_ident() in self.threads
 
     def stop(self) -> None:
-        """End all threads. Works that have not begun are dropped.
+        """End all threads. Urgent works are begun before, others that have not begun are dropped.
 
         Thread: any but an executor thread. Works that do not end keep their (daemon) threads, and this call
         :data:`LAST_WORKS` seconds.
         """
+        deadline = monotonic() + LAST_WORKS
+        while self.engine.urgent and monotonic() < deadline:
+            self._wake_one()
+            time.sleep(1e-4)
         self.is_stopping = True
         with self._lock:
             threads = list(self.threads.values())

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Container
 
-from mpirpc._core.progress import Waiter
 from mpirpc._core.transport import Transport
+from mpirpc._core.waiter import Waiter
 
 OVERHEAD = 512
 """What a waiting call costs its callee beside its bytes, roughly."""

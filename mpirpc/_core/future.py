@@ -15,8 +15,8 @@ import torch
 
 from mpirpc._core.agent import Agent, Pending
 from mpirpc._core.error_transfer import fresh, kept
-from mpirpc._core.progress import Waiter
 from mpirpc._core.timing import deadline_after
+from mpirpc._core.waiter import Waiter
 from mpirpc.errors import ConfigurationError, RpcTimeoutError
 
 _InC: Any = torch._C.Future

@@ -322,6 +322,7 @@ def _travels_raw(tensor: torch.Tensor) -> bool:
         and (tensor.layout is torch.strided or tensor.layout is torch.sparse_coo)
         and not tensor.is_neg()
         and not tensor.is_conj()
+        and not tensor.is_nested
     )
 
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from mpirpc._core import interrupts
 from mpirpc._core.timing import UNLIMITED, Backoff, GilWait, monotonic
-from mpirpc._core.transport import Arrival, Bell, Outgoing, Transport
+from mpirpc._core.transport import Arrival, Outgoing, Transport
+from mpirpc._core.waiter import Waiter
 from mpirpc.errors import NotInitializedError, TransportError
 
 log = logging.getLogger("mpirpc.progress")
@@ -36,78 +37,11 @@ FOLLOW = 0.05
 LOOKS_BESIDE = 100
 """How often a thread polls beside an executor thread that leads, before it parks."""
 
-SHORT_SLEEP = 5e-4
-"""Sleeps below this, in seconds, are over before a bell would be of use."""
-
 LONG_SLEEP = 0.1
 """Longest sleep, in seconds, of an idle leader that messages wake."""
 
 UNFINISHED_SLEEP = 1e-4
 """Longest sleep, in seconds, while a transfer is under way: MPI moves it only when it is called."""
-
-
-class Waiter:
-    """Something a thread waits for: done or not, with a place to park.
-
-    The place is a lock that is taken, made by the first thread that parks: most waiters are done before.
-
-    Thread: ``set`` any; ``park`` one thread at a time, or all but one may sleep on until their timeouts.
-    """
-
-    __slots__ = ("_bell", "_is_woken", "_parking", "done")
-
-    def __init__(self) -> None:
-        self.done = False
-        self._is_woken = False  # whether it was woken so far
-        self._parking: threading.Lock | None = None
-        self._bell: Bell | None = None  # beside which the parked thread sleeps
-
-    def set(self) -> None:
-        """Say that it is done and wake who waits."""
-        self.done = self._is_woken = True
-        if self._parking is not None:
-            self.unpark()
-
-    def unpark(self) -> None:
-        """Wake the parked thread, or make its next ``park`` return at once."""
-        self._is_woken = True  # first: whoever makes the lock looks at this after
-        parking = self._parking
-        if parking is None:
-            return
-        try:
-            parking.release()
-        except RuntimeError:  # a wake-up is stored already
-            return
-        bell = self._bell
-        if bell is not None:
-            bell.ring_here()
-
-    def rest(self, bell: Bell, timeout: float) -> bool:
-        """Sleep until woken, ``bell`` rings or ``timeout`` seconds have passed; say whether woken."""
-        if timeout < SHORT_SLEEP:
-            return self.park(timeout)
-        parking = self._parking or self._make_parking()
-        self._bell = bell  # first: who unparks from now on rings as well
-        try:
-            return parking.acquire(False) or bell.sleep(timeout)
-        finally:
-            self._bell = None
-
-    def park(self, timeout: float) -> bool:
-        """Sleep until woken or ``timeout`` seconds have passed; say whether woken.
-
-        Now and then it returns early for nothing.
-        """
-        parking = self._parking or self._make_parking()
-        return parking.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX)))
-
-    def _make_parking(self) -> threading.Lock:
-        parking = threading.Lock()
-        parking.acquire()
-        self._parking = parking
-        if self._is_woken:  # by someone who may not have seen the lock
-            self.unpark()
-        return parking
 
 
 class ProgressEngine:
@@ -145,6 +79,9 @@ class ProgressEngine:
         self._executor_leads = False  # whether the leader is an executor thread
         self._followers: deque[Waiter] = deque()  # parked threads that would take the lead
         self._outbox: deque[tuple[int, Outgoing]] = deque()
+        # messages that were received and not handled yet; _handle_all() adds, any polling thread takes: the
+        # handler of one may wait for the next
+        self._arrived: deque[Arrival] = deque()
         # counts the threads that have messages to handle, by its length: adding to a list and taking off are
         # atomic. _poll() adds under the lock, _handle_all() takes off
         self._in_hand: list[None] = []
@@ -275,7 +212,7 @@ class ProgressEngine:
                     self.alarm_at = now + 1.0
                     self.chores.append((self._ring, now))  # it may run callbacks: not under the lead
                 arrivals = self._poll()
-                if arrivals or self.chores:
+                if arrivals or self._arrived or self.chores:
                     self._leader = None
                     self._lead.release()
                     holds = False
@@ -315,19 +252,24 @@ class ProgressEngine:
             backoff.pause(now, partial(goal.rest, bell), max(0.0, longest))
 
     def _handle_all(self, arrivals: Sequence[Arrival], takes_works: bool) -> None:
-        """Handle what ``_poll`` has returned, and the chores."""
+        """Handle what ``_poll`` has returned, what others have not come to, and the chores."""
+        arrived = self._arrived
+        if arrivals:
+            arrived.extend(arrivals)
+        else:
+            self._in_hand.append(None)  # first: whoever asks looks at both
         try:
-            for place, arrival in enumerate(arrivals):
+            while arrived:
+                try:
+                    arrival = arrived.popleft()
+                except IndexError:
+                    break
                 try:
                     self._handle(arrival)
                 except Exception:
                     log.exception("a message could not be handled; this is a bug in mpirpc")
-                except BaseException:  # Ctrl-C: the other messages are not lost
-                    self.urgent.extend([partial(self._handle, rest) for rest in arrivals[place + 1 :]])
-                    raise
         finally:
-            if arrivals:
-                self._in_hand.pop()
+            self._in_hand.pop()
         while self.chores:
             try:
                 chore, argument = self.chores.popleft()
@@ -406,7 +348,7 @@ class ProgressEngine:
         """
         for _ in range(LOOKS_BESIDE):
             arrivals = self._poll()
-            if arrivals:
+            if arrivals or self._arrived:
                 self._handle_all(arrivals, False)
             if goal.done or not self._lead.locked():
                 return True
@@ -431,8 +373,8 @@ class ProgressEngine:
 
     @property
     def has_in_hand(self) -> bool:
-        """Say whether a message that was received is being handled."""
-        return bool(self._in_hand)
+        """Say whether a message that was received is not handled yet."""
+        return bool(self._arrived or self._in_hand)
 
     def post_sum(self, values: list[int]) -> Waiter:
         """Add up ``values`` over all workers; when the waiter is done, ``sums`` holds the result."""

@@ -17,8 +17,8 @@ from typing import Any
 from mpirpc._core import messages as m
 from mpirpc._core.agent import Agent, WorkerInfo
 from mpirpc._core.messages import NO_FORK, ForkDescriptor, ForkId, RRefId
-from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_protocol import Action, FreeValue, OwnerTable, Send, UserTable
+from mpirpc._core.waiter import Waiter
 from mpirpc._core.wire import Incoming
 from mpirpc.errors import RRefError
 

@@ -21,12 +21,12 @@ from mpirpc._core.error_transfer import dump_error, fresh, load_error
 from mpirpc._core.gathering import Gathering
 from mpirpc._core.messages import Body, ForkDescriptor, Message
 from mpirpc._core.pickling import RRefHook
-from mpirpc._core.progress import Waiter
 from mpirpc._core.rref_store import RRefStore
 from mpirpc._core.serve import Server
 from mpirpc._core.survivors import Survivors
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
+from mpirpc._core.waiter import Waiter
 from mpirpc.errors import (
     LocalProtocolError,
     NotInitializedError,

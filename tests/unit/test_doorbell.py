@@ -11,7 +11,7 @@ import pytest
 
 from mpirpc._core import doorbell
 from mpirpc._core.doorbell import Doorbell
-from mpirpc._core.progress import SHORT_SLEEP, Waiter
+from mpirpc._core.waiter import SHORT_SLEEP, Waiter
 
 LONG = 60.0
 

@@ -116,6 +116,21 @@ def test_calls_that_nobody_waited_for_are_completed():
 # --- the barrier inside ---
 
 
+@pytest.mark.parametrize("chain", [lambda future: future, lambda future: torch.futures.collect_all([future])])
+@pytest.mark.parametrize("who_leaves", [0, 1])
+def test_callback_of_a_call_that_fails_may_wait_for_another_that_fails(chain, who_leaves):
+    cluster = LoopbackCluster(2, rpc.MPIRpcBackendOptions(rpc_timeout=0))
+    with cluster.on(0):
+        cluster.network.hold(lambda source, dest, head: dest == 1)
+        first, second = (rpc.rpc_async("worker1", max, args=(1, number)) for number in range(2))
+        over = threading.Event()
+        chain(first).then(lambda _: second.wait()).add_done_callback(lambda _: over.set())
+        cluster.runtimes[who_leaves].shutdown(graceful=False, timeout=0)
+        assert over.wait(LIMIT)
+        cluster.network.release_all()
+        cluster.runtimes[1 - who_leaves].shutdown(graceful=False, timeout=0)
+
+
 def test_failure_while_the_group_comes_to_rest_is_raised_and_the_worker_stops(monkeypatch):
     """pytorch#61094: shutdown raises it, is over, and can be called again."""
     cluster = LoopbackCluster(2)

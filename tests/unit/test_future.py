@@ -57,6 +57,16 @@ def test_many_threads_wait_for_one(cluster, held):
     assert results == [2] * 8
 
 
+def test_results_are_no_inference_tensors_whatever_mode_their_receiver_is_in(cluster):
+    future = rpc.rpc_async("worker1", torch.ones, args=(2,))
+    with torch.inference_mode():
+        assert not rpc.rpc_sync("worker1", torch.ones, args=(2,)).is_inference()
+        assert not rpc.rpc_sync(
+            "worker1", torch.ones, args=(2,), kwargs={"requires_grad": True}
+        ).is_inference()
+    assert not future.wait().is_inference()
+
+
 def test_then_runs_when_it_is_done(cluster, held):
     chained = held.then(lambda done: done.wait() + 1).then(lambda done: done.wait() * 10)
     assert not chained.done()

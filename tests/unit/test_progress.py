@@ -4,10 +4,11 @@ import threading
 
 import pytest
 
-from mpirpc._core.progress import ProgressEngine, Waiter
-from mpirpc._core.timing import UNLIMITED
-from mpirpc._core.transport import Outgoing
+from mpirpc._core.progress import ProgressEngine
+from mpirpc._core.timing import UNLIMITED, monotonic
+from mpirpc._core.transport import Arrival, Outgoing
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
+from mpirpc._core.waiter import Waiter
 from mpirpc.errors import NotInitializedError, TransportError
 
 PAST = 0.0
@@ -165,6 +166,19 @@ def test_messages_of_a_handler_leave_before_it_returns(sides, network):
     send(sides[0], 1, "a")
     sides[1].engine.wait(sides[1].goal("a"))
     assert left == [1]
+
+
+def test_handler_may_wait_for_what_came_with_its_message(sides, monkeypatch):
+    """As a callback that waits for another call, whose response came at the same time."""
+    side, batches = sides[0], [[Arrival(1, bytearray(b"first"), []), Arrival(1, bytearray(b"second"), [])]]
+    monkeypatch.setattr(side.transport, "poll", lambda: batches.pop() if batches else ())
+    second, found = side.goal("second"), []
+    side.also = lambda head: (
+        found.append(side.engine.wait(second, monotonic() + LIMIT)) if head == "first" else None
+    )
+    assert side.engine.wait(side.goal("first"))
+    assert found == [True]
+    assert not side.engine.has_in_hand
 
 
 def test_chores_are_carried_out_by_the_leader(sides):
