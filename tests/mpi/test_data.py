@@ -14,6 +14,7 @@ import mpirpc as rpc
 pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:.*quantize_per.*deprecated"),
@@ -97,6 +98,8 @@ TENSORS = {f"dense {dtype}".replace("torch.", ""): (lambda dtype=dtype: dense(dt
     "sparse csc": lambda: sparse_source().to_sparse_csc(),
     "sparse bsr": lambda: sparse_source().to_sparse_bsr((2, 2)),
     "sparse bsc": lambda: sparse_source().to_sparse_bsc((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "nested jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
     "meta": lambda: torch.empty(2, 3, device="meta"),
     "quantized": lambda: torch.quantize_per_tensor(grid(), 0.5, 3, torch.qint8),
     "quantized per channel": lambda: torch.quantize_per_channel(
@@ -131,6 +134,8 @@ def same(a, b):
 
 
 def same_tensor(a, b):
+    if a.is_nested:
+        return b.is_nested and same(tuple(a.unbind()), tuple(b.unbind()))
     about = [(t.dtype, t.shape, t.layout, t.device, t.requires_grad, type(t), t.is_quantized) for t in (a, b)]
     if about[0] != about[1]:
         return False

@@ -353,17 +353,6 @@ def dense(tensor):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t]], ids=["alone", "in a list"])
-def test_nested_tensor(layout, wrap):
-    tensor = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=layout)
-    received = load(dumps_result(wrap(tensor)))
-    received = received[0] if type(received) is list else received
-    assert received.is_nested
-    assert [part.tolist() for part in received.unbind()] == [[1.0] * 2, [0.0] * 3]
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_quantized_tensor_goes_through_torch():
     tensor = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.quint8)
     assert torch.equal(send(tensor).dequantize(), tensor.dequantize())
