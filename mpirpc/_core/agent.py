@@ -472,6 +472,9 @@ class Agent:
         self._fail_all(NotInitializedError(f"the call was pending when {why}"))
         self.executor.stop()
         self.engine.close(graceful)
+        urgent = self.engine.urgent
+        while urgent:  # what no thread has come to: futures are completed, and waits in their callbacks raise
+            urgent.popleft()()
 
     def forsake(self, why: str) -> None:
         """In a forked child: refuse all work, as after the end, but close and stop nothing."""

@@ -118,7 +118,7 @@ class HookRun:
         leaves = {id(leaf): leaf for edge in edges for leaf in [_leaf(edge)]}
         leaves |= {id(parameter): parameter for parameters in ddp.values() for parameter in parameters}
         self.leaves = list(leaves.values())
-        self._writes_again = any(module.gradient_as_bucket_view for module in ddp)
+        self._writes_again = any(getattr(module, "gradient_as_bucket_view", False) for module in ddp)
         if any(getattr(module, "static_graph", False) for module in ddp):
             raise AutogradError(
                 "DistributedDataParallel(static_graph=True) does not work in a distributed backward pass: "
@@ -140,7 +140,10 @@ class HookRun:
 
         Copies: ``before``, and what DDP will write to again (``gradient_as_bucket_view``).
         """
-        with _lent_grad(self.leaves, before), _without_tensor_hooks([_leaf(edge) for edge in self._edges]):
+        with (
+            _lent_grad(self.leaves, before, self._writes_again),
+            _without_tensor_hooks([_leaf(edge) for edge in self._edges]),
+        ):
             _engine_run_backward(
                 tuple(self._edges),
                 tuple(self._gradients),
@@ -188,9 +191,14 @@ def _leaf(edge: GradientEdge) -> torch.Tensor:
 
 
 @contextmanager
-def _lent_grad(leaves: Sequence[torch.Tensor], lent: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Let ``.grad`` be a copy of what is lent, or None, inside."""
-    before = [leaf.grad for leaf in leaves]
+def _lent_grad(
+    leaves: Sequence[torch.Tensor], lent: Mapping[torch.Tensor, torch.Tensor], is_written_to: bool
+) -> Iterator[None]:
+    """Let ``.grad`` be a copy of what is lent, or None, inside.
+
+    ``is_written_to``: DDP may write to what it was before.
+    """
+    before = [leaf.grad.clone() if is_written_to and leaf.grad is not None else leaf.grad for leaf in leaves]
     try:
         for leaf in leaves:
             leaf.grad = lent[leaf].clone() if leaf in lent else None

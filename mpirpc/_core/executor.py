@@ -4,7 +4,7 @@ All executor threads are alike. At any time at most one of them leads, one (the 
 over, and the others run works or are spare. A thread that receives a call gives the lead up and runs the call
 itself: no switch of threads. If that takes longer than :data:`PATIENCE`, the deputy takes the lead and the
 next call. A deputy that finds the same leader at rest for a while parks until it is needed ("cold"), so that
-an idle worker has one thread that wakes up.
+an idle worker has one thread that wakes up more often than once a second.
 
 *Urgent* works (finishing futures, answering fetches, steps of a backward pass) are not calls: they run
 whatever else runs, so that no call can keep away what another one waits for.
@@ -15,6 +15,7 @@ of any depth cannot use the pool up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -188,8 +189,9 @@ class Executor:
             self._num_made += 1
             name = f"{self._name}-{self._num_made}"
             thread = threading.Thread(target=self._run, args=(may_lead,), name=name, daemon=True)
-            thread.start()
-            self.threads[thread.ident or 0] = thread
+            with contextlib.suppress(RuntimeError):  # none can be started any more: the interpreter ends
+                thread.start()
+                self.threads[thread.ident or 0] = thread
 
     def _run(self, may_lead: bool) -> None:
         """Be an executor thread. ``may_lead``: take the lead at once if it is free, do not stand by first."""

@@ -32,24 +32,29 @@ class ParameterLocks:
     @contextmanager
     def held(self, locks: Sequence[Lock]) -> Iterator[None]:
         """Hold locks that :meth:`of` returned."""
-        while (busy := _take_all(locks)) is not None:
-            with busy:  # wait until it is free
-                pass
+        taken: list[Lock] = []  # Ctrl-C may strike at any step
         try:
+            while (busy := _take_all(locks, taken)) is not None:
+                with busy:  # wait until it is free
+                    pass
             yield
         finally:
-            for lock in locks:
-                lock.release()
+            _release(taken)
 
 
-def _take_all(locks: Sequence[Lock]) -> Lock | None:
+def _take_all(locks: Sequence[Lock], taken: list[Lock]) -> Lock | None:
     """Take all locks, or none; return the one that could not be had."""
-    for place, lock in enumerate(locks):
+    for lock in locks:
         if not lock.acquire(blocking=False):
-            for taken in locks[:place]:
-                taken.release()
+            _release(taken)
             return lock
+        taken.append(lock)
     return None
+
+
+def _release(taken: list[Lock]) -> None:
+    while taken:
+        taken.pop().release()
 
 
 PARAMETER_LOCKS = ParameterLocks()

@@ -27,6 +27,7 @@ from mpirpc._core.survivors import Survivors
 from mpirpc._core.timing import deadline_after, monotonic
 from mpirpc._core.transport import Transport
 from mpirpc._core.waiter import Waiter
+from mpirpc._core.wire import ordinary_tensors
 from mpirpc.errors import (
     LocalProtocolError,
     NotInitializedError,
@@ -120,8 +121,9 @@ class Runtime:
         self.gathering.rounds.lose(self.agent.workers[rank].name)
 
     def _on_autograd(self, source: int, incoming: Any) -> None:
-        body, _ = incoming.body()
-        self.autograd.on_message(source, incoming.message, body)
+        with ordinary_tensors():
+            body, _ = incoming.body()
+            self.autograd.on_message(source, incoming.message, body)
 
     def _fork(self, rref: RRef[Any]) -> ForkDescriptor:
         rref._check_alive("Cannot call fork an UserRRef after deletion.")

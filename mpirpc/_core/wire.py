@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -358,13 +358,18 @@ def has_frames(head: bytearray) -> bool:
         return False
 
 
+def ordinary_tensors() -> AbstractContextManager[Any]:
+    """Make no inference tensors inside: this thread's mode is not that of who will use them."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 def new_frames(head: bytearray) -> list[torch.Tensor]:
     """Return host memory for each frame that follows this head: what is received there stays there.
 
     For what is no message of ours there is nothing. The frames are never inference tensors: the mode of the
     thread that receives is not that of whoever will use them.
     """
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with ordinary_tensors():
         try:
             if head[:1] == SHORT_MARK:
                 return [_new_frame(*frame) for frame in frames_of_short(head)]
@@ -375,7 +380,7 @@ def new_frames(head: bytearray) -> list[torch.Tensor]:
 
 def copy_of(frame: torch.Tensor) -> torch.Tensor:
     """Return a frame as it would arrive, for a message that takes no network."""
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with ordinary_tensors():
         return frame.clone(memory_format=torch.contiguous_format)
 
 

@@ -237,7 +237,11 @@ def _threads(api: Api, count: int, num_threads: int) -> Series:
     gate = Barrier(num_threads + 1)
 
     def make_calls() -> None:
-        api.rpc.rpc_sync(api.next_worker, noop)
+        try:
+            api.rpc.rpc_sync(api.next_worker, noop)
+        except BaseException:
+            gate.abort()
+            raise
         gate.wait()
         for _ in range(each):
             api.rpc.rpc_sync(api.next_worker, noop)

@@ -184,6 +184,15 @@ def test_passes_of_one_context_add_up_where_ddp_writes_to_its_gradients_again(gr
     assert found.unique().tolist() == [16 * mean(group.size)]
 
 
+def test_grad_of_a_local_backward_stays_what_it_is(group):
+    """With ``gradient_as_bucket_view`` DDP has made it a view of what it writes to."""
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False), gradient_as_bucket_view=True)
+    model(numbered(group.rank)).sum().backward()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [10 * model(numbered(group.rank)).sum()])
+    assert model.module.weight.grad.unique().tolist() == [mean(group.size)]
+
+
 def test_static_graph_is_refused(group):
     model = DistributedDataParallel(nn.Linear(2, 1, bias=False), static_graph=True)
     with autograd.context() as context_id, pytest.raises(AutogradError, match="static_graph=True"):

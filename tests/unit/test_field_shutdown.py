@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mpirpc as rpc
+from mpirpc._core import executor
 from mpirpc.errors import (
     NotInitializedError,
     RpcTimeoutError,
@@ -118,7 +119,11 @@ def test_calls_that_nobody_waited_for_are_completed():
 
 @pytest.mark.parametrize("chain", [lambda future: future, lambda future: torch.futures.collect_all([future])])
 @pytest.mark.parametrize("who_leaves", [0, 1])
-def test_callback_of_a_call_that_fails_may_wait_for_another_that_fails(chain, who_leaves):
+@pytest.mark.parametrize("last_works", [0.5, 0.0])  # 0: no thread of the pool comes to it
+def test_callback_of_a_call_that_fails_may_wait_for_another_that_fails(
+    monkeypatch, chain, who_leaves, last_works
+):
+    monkeypatch.setattr(executor, "LAST_WORKS", last_works)
     cluster = LoopbackCluster(2, rpc.MPIRpcBackendOptions(rpc_timeout=0))
     with cluster.on(0):
         cluster.network.hold(lambda source, dest, head: dest == 1)
