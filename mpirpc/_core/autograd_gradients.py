@@ -7,6 +7,7 @@ scale or clip them in place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
@@ -91,13 +92,14 @@ def accumulate(
 
     Copies: a gradient whose memory somebody else has, or that is laid out otherwise than its leaf. Else none.
     """
-    for leaf, gradient in found:
+    pairs = list(found)
+    keys = [storage_key(gradient) for _, gradient in pairs]
+    uses = Counter(keys)
+    for (leaf, gradient), key in zip(pairs, keys, strict=True):
         known = gradients.get(leaf)
         if known is not None:
             gradients[leaf] = add(known, gradient)
-            continue
-        key = storage_key(gradient)
-        if key in taken or not _fits(leaf, gradient):
+        elif key in taken or uses[key] > 1 or not _fits(leaf, gradient):
             gradients[leaf] = _copy(gradient)
         else:
             gradients[leaf] = gradient

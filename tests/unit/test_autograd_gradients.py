@@ -81,7 +81,7 @@ def test_leaves_never_share_memory():
     """Backward of a + b hands the same tensor to both; scaling one in place must not scale the other."""
     w, v, gradient, gradients = leaf(), leaf(), torch.ones(3, 2), {}
     accumulate(gradients, [(w, gradient), (v, gradient)], set())
-    assert gradients[w].data_ptr() != gradients[v].data_ptr()
+    assert len({gradient.data_ptr(), gradients[w].data_ptr(), gradients[v].data_ptr()}) == 3
 
 
 def test_memory_taken_by_others_is_copied():
