@@ -388,7 +388,7 @@ class Agent:
             self._overdue[request_id] = partial(self._came_late, pending, stays_counted)
         if self._pending.pop(request_id, None) is not None:
             pending.error = error
-            self._over(pending, True, stays_counted)
+            self._over(pending, stays_counted)
         elif pending.error is None:
             self._overdue.pop(request_id, None)
 
@@ -398,14 +398,15 @@ class Agent:
         if pending.on_late is not None:
             pending.on_late()
 
-    def _over(self, pending: Pending, has_failed: bool = False, stays_counted: bool = False) -> None:
+    def _over(self, pending: Pending, stays_counted: bool = False) -> None:
         if pending.counted and not stays_counted:
             self._flow.remove(pending.dest, pending.counted)
         on_done, pending.on_done = pending.on_done, None  # it holds the future that holds this
         if on_done is None:
             pending.set()
-        elif has_failed and not self.executor.is_stopping:  # others may fail at the same time, and a callback
-            self.executor.submit_urgent(partial(on_done, pending))  # of this one may wait for them
+        elif pending.error is not None and not self.executor.is_stopping:
+            # others may fail at the same time, and a callback of this one may wait for them
+            self.executor.submit_urgent(partial(on_done, pending))
         else:
             on_done(pending)
 

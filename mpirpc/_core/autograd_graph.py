@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
-from mpirpc._core.autograd_hooks import hook_test
+from mpirpc._core.autograd_hooks import hook_test, leaf_of
 from mpirpc._core.autograd_protocol import Component
 from mpirpc.errors import AutogradError
 
@@ -74,13 +74,6 @@ def _edge_below(tensor: torch.Tensor) -> GradientEdge:
     node, output_nr = top.next_functions[0]
     assert node is not None
     return GradientEdge(node, output_nr, top)
-
-
-def leaf_of(edge: GradientEdge) -> torch.Tensor:
-    """The leaf whose accumulator this edge leads to."""
-    accumulator: Any = edge.node
-    leaf: torch.Tensor = accumulator.variable
-    return leaf
 
 
 class _Receive(torch.autograd.Function):

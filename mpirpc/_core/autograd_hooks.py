@@ -15,6 +15,7 @@ import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -115,9 +116,8 @@ class HookRun:
     ) -> None:
         self._edges, self._gradients = edges, gradients
         self.adds_up = bool(ddp)
-        leaves = {id(leaf): leaf for edge in edges for leaf in [_leaf(edge)]}
-        leaves |= {id(parameter): parameter for parameters in ddp.values() for parameter in parameters}
-        self.leaves = list(leaves.values())
+        leaves = chain(map(leaf_of, edges), *ddp.values())
+        self.leaves = list({id(leaf): leaf for leaf in leaves}.values())
         self._writes_again = any(getattr(module, "gradient_as_bucket_view", False) for module in ddp)
         if any(getattr(module, "static_graph", False) for module in ddp):
             raise AutogradError(
@@ -142,7 +142,7 @@ class HookRun:
         """
         with (
             _lent_grad(self.leaves, before, self._writes_again),
-            _without_tensor_hooks([_leaf(edge) for edge in self._edges]),
+            _without_tensor_hooks([leaf_of(edge) for edge in self._edges]),
         ):
             _engine_run_backward(
                 tuple(self._edges),
@@ -167,7 +167,7 @@ class HookRun:
 def hook_runs(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> list[HookRun]:
     """Return the runs for these gradients of leaves, in the order in which they are to be done."""
     by_ddp = _parameters_by_ddp()
-    leaves = {id(_leaf(edge)) for edge in edges}
+    leaves = {id(leaf_of(edge)) for edge in edges}
     ddp = {
         module: parameters
         for module, parameters in by_ddp.items()
@@ -177,7 +177,7 @@ def hook_runs(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) 
     together: tuple[list[GradientEdge], list[torch.Tensor]] = ([], [])
     runs = []
     for edge, gradient in zip(edges, gradients, strict=True):
-        if id(_leaf(edge)) in of_ddp:
+        if id(leaf_of(edge)) in of_ddp:
             together[0].append(edge)
             together[1].append(gradient)
         else:
@@ -185,8 +185,10 @@ def hook_runs(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) 
     return [*runs, HookRun(*together, ddp)] if ddp else runs
 
 
-def _leaf(edge: GradientEdge) -> torch.Tensor:
-    leaf: torch.Tensor = edge.node.variable  # type: ignore[attr-defined]
+def leaf_of(edge: GradientEdge) -> torch.Tensor:
+    """The leaf whose accumulator this edge leads to."""
+    accumulator: Any = edge.node
+    leaf: torch.Tensor = accumulator.variable
     return leaf
 
 

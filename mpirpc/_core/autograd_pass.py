@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from mpirpc._core.autograd_context import AutogradContext
 from mpirpc._core.autograd_gradients import accumulate, add, encode_gradients, storage_key
-from mpirpc._core.autograd_graph import LocalGraph, explore, leaf_of, run
-from mpirpc._core.autograd_hooks import hook_runs
+from mpirpc._core.autograd_graph import LocalGraph, explore, run
+from mpirpc._core.autograd_hooks import hook_runs, leaf_of
 from mpirpc._core.autograd_protocol import (
     ROOTS,
     Ack,

@@ -195,7 +195,8 @@ class Calls:
     def _fulfil(self, pending: Pending) -> None:
         """The call of a future is over: finish it, on an executor thread if the user's callbacks will run."""
         future, pending.future = pending.future, None  # it holds the call, too
-        if future._has_callbacks and not self.agent.executor.is_stopping:
+        has_failed = pending.error is not None  # then it is on such a thread already
+        if future._has_callbacks and not has_failed and not self.agent.executor.is_stopping:
             self.agent.executor.submit_urgent(partial(self._fulfil_here, future, pending))
         else:
             self._fulfil_here(future, pending)
