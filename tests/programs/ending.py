@@ -33,6 +33,18 @@ def save_for_long():
     print("saved by rank 1", flush=True)
 
 
+def get_stuck():
+    """Wait in MPI for ever; "ready" is printed once the main thread is in there, and not a step earlier."""
+    alone = MPI.COMM_SELF.Dup()
+
+    def tell():
+        alone.Recv(bytearray(1), tag=1)
+        print("ready", flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    alone.Sendrecv(bytearray(1), 0, sendtag=1, recvbuf=bytearray(1), source=0, recvtag=2)
+
+
 def end(how):
     if how == "raise":
         fail()
@@ -55,8 +67,7 @@ def end(how):
         NEVER.wait()
     elif how == "stuck":
         mpirpc.on_terminate(lambda: print("saved all the same", flush=True))
-        print("ready", flush=True)
-        MPI.COMM_SELF.Dup().Recv(bytearray(1))
+        get_stuck()
 
 
 def main(how, others):
