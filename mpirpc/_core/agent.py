@@ -255,7 +255,7 @@ class Agent:
         if flow.is_clogged(dest) or (counts and flow.is_full(dest)):
             unanswered = counts and not self.executor.owns_this_thread()
             if not self.wait(flow.below_limit(dest, unanswered), pending.deadline):
-                raise self._timeout(pending)
+                raise flow.held_up(name_of(pending.what), self.describe(dest), pending.timeout)
             self.check_open()
         if counts:
             pending.counted = flow.add(dest, outgoing.nbytes)

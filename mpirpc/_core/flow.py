@@ -12,6 +12,7 @@ from collections.abc import Container
 
 from mpirpc._core.transport import Transport
 from mpirpc._core.waiter import Waiter
+from mpirpc.errors import RpcTimeoutError
 
 OVERHEAD = 512
 """What a waiting call costs its callee beside its bytes, roughly."""
@@ -56,6 +57,16 @@ class Flow:
     def below_limit(self, dest: int, counts_unanswered: bool) -> Waiter:
         """Return what is done when a call may be sent."""
         return _BelowLimit(self, dest, counts_unanswered, self._left)
+
+    def held_up(self, what: str, callee: str, timeout: float) -> RpcTimeoutError:
+        """Return the error of a call whose time was over before it could be sent."""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({timeout:g} s): {what} was not sent to {callee}, for which "
+            f"more than max_unfinished_nbytes = {self._limit} are under way",
+            "that worker is slower than its callers: raise timeout=, or start fewer calls at a time",
+            worker=callee,
+            timeout=timeout,
+        )
 
 
 class _BelowLimit(Waiter):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpirpc._core.agent import Pending
 from mpirpc._core.call import Calls
 from mpirpc._core.current import get_current
 from mpirpc.errors import LocalProtocolError, RpcError, RpcTimeoutError, WorkerLostError
@@ -90,6 +91,12 @@ class Rounds:
         if ends_it:
             found.done.set_exception(error)  # type: ignore[arg-type]  # torch says T
 
+    def missing(self, key: RoundKey) -> list[str]:
+        """Return who has not come to a round that is open; nobody if it is not kept here."""
+        with self._lock:
+            found = self._open.get(key)
+            return [] if found is None else [worker for worker in key.workers if worker not in found.objects]
+
     def __len__(self) -> int:
         return len(self._open)
 
@@ -117,9 +124,13 @@ class Gathering:
         me = self._calls.agent.me
         call = (_join, (key, me.name, obj), dict[str, Any]())
         dest = self._calls.agent.find_worker(key.workers[0]).id
+        pending: Pending | None = None
         try:  # the keeper calls itself: what it gets must be its own, others are still being sent theirs
-            objects: dict[str, Any] = self._calls.wait_result(self._calls.start_call(dest, call, timeout))
+            pending = self._calls.start_call(dest, call, timeout)
+            objects: dict[str, Any] = self._calls.wait_result(pending)
         except RpcTimeoutError:
+            if pending is not None and pending.error is None:  # another's limit, and all have been told
+                raise
             error = self._timeout(key, timeout)
             self._give_up(key, dest, error)
             raise error from None
@@ -142,8 +153,10 @@ class Gathering:
         return RoundKey(workers, number)
 
     def _timeout(self, key: RoundKey, timeout: float) -> RpcTimeoutError:
+        missing = self.rounds.missing(key)
+        who = f"; {', '.join(map(repr, missing))} had not come" if missing else ""
         return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({timeout:g} s): {_describe(key)} timed out",
+            f"RPC ran for more than set timeout ({timeout:g} s): {_describe(key)} timed out{who}",
             "every one of these workers must call it, the same number of times",
             worker=str(self._calls.agent.me),
             timeout=timeout,

@@ -109,9 +109,10 @@ def test_held_up_caller_has_its_deadline(cluster):
     futures = []
     thread = started_until_full(cluster, futures)
     served = cluster.runtimes[1].server.num_served
-    with pytest.raises(rpc.RpcTimeoutError):
+    said = r"nothing was not sent to 'worker1' \(rank 1\), .* max_unfinished_nbytes = 20000"
+    with pytest.raises(rpc.RpcTimeoutError, match=said):
         rpc.rpc_async("worker1", nothing, timeout=0.01)
-    with pytest.raises(rpc.RpcTimeoutError):
+    with pytest.raises(rpc.RpcTimeoutError, match=said):
         rpc.remote("worker1", nothing, timeout=0.01)
     GATE.set()
     thread.join(LIMIT)

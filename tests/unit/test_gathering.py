@@ -98,6 +98,21 @@ def test_a_worker_that_does_not_come_makes_the_round_time_out_for_all():
         assert isinstance(outcomes[2], RpcTimeoutError)
 
 
+@pytest.mark.parametrize("patient", [0, 2])
+def test_all_are_told_the_limit_that_ended_the_round(patient):
+    with LoopbackCluster(3) as cluster:
+        limits = {patient: 0, 2 - patient: 0.05}
+        outcomes = on_all(cluster, lambda rank: rpc.barrier(timeout=limits[rank]) if rank != 1 else None)
+    assert "(0.05 s)" in str(outcomes[0])
+    assert "(0.05 s)" in str(outcomes[2])
+
+
+def test_who_keeps_a_round_knows_who_is_missing():
+    with LoopbackCluster(3) as cluster, cluster.on(0):
+        with pytest.raises(RpcTimeoutError, match="'worker1', 'worker2' had not come"):
+            rpc.barrier(timeout=0.05)
+
+
 def test_whoever_calls_it_takes_part():
     with LoopbackCluster(2) as cluster, cluster.on(0):
         with pytest.raises(ConfigurationError, match="not among the workers that take part"):
