@@ -127,12 +127,14 @@ class Executor:
     def submit(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon. Thread: any."""
         self.engine.works.append(work)
-        self._wake_one()
+        if not self.engine.is_handling():
+            self._wake_one()
 
     def submit_urgent(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon, however many works run. Thread: any."""
         self.engine.urgent.append(work)
-        self._wake_one()
+        if not self.engine.is_handling():
+            self._wake_one()
 
     def has_task(self) -> bool:
         """Say whether a leading executor thread must stop: there is a work it may run, or the end came."""
@@ -197,18 +199,23 @@ class Executor:
         """Be an executor thread. ``may_lead``: take the lead at once if it is free, do not stand by first."""
         self._prepare()
         goal = _ThreadGoal(self)
+        was_called = False  # for one work; there may be more
         try:
             while not self.is_stopping:
                 work = self._take_work()
                 if work is not None:
+                    if was_called:
+                        self._wake_one()
                     self._run_work(work)
                     del work  # an idle thread keeps nothing of the user's alive
                     may_lead = True
                 elif may_lead and self.engine.try_lead():
+                    was_called = False
                     self.engine.lead(goal, UNLIMITED, takes_works=True)
                     may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:
                     may_lead = self._stand_by(goal)
+                    was_called = not may_lead
         except _Retired:
             return
         finally:
@@ -232,8 +239,8 @@ class Executor:
             return work
 
     def _run_work(self, work: Work) -> None:
-        if self._deputy is None or self._deputy_is_cold:
-            self._call_deputy()
+        if self._deputy is None or (self._deputy_is_cold and not self.engine.is_led()):
+            self._call_deputy()  # while the lead is taken, _on_vacant() will
         try:
             work()
         except BaseException:
@@ -313,7 +320,15 @@ class Executor:
                 deputy.unpark()
 
     def _wake_one(self) -> None:
-        """A work waits and this thread will not run it."""
+        """If a work waits, which this thread will not run, wake one that will: a spare one, if there is any.
+
+        The deputy stays where it is: to wake another for its place would cost as much once more.
+        """
         if self.has_task():
             self.engine.wake()
-            self._call_deputy()
+            with self._lock:
+                spare = self._spare.pop() if self._spare else None
+            if spare is not None:
+                spare.unpark()
+            else:
+                self._call_deputy()

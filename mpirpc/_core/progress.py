@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from mpirpc._core import interrupts
@@ -82,9 +83,9 @@ class ProgressEngine:
         # messages that were received and not handled yet; _handle_all() adds, any polling thread takes: the
         # handler of one may wait for the next
         self._arrived: deque[Arrival] = deque()
-        # counts the threads that have messages to handle, by its length: adding to a list and taking off are
-        # atomic. _poll() adds under the lock, _handle_all() takes off
-        self._in_hand: list[None] = []
+        # the idents of threads that have messages to handle: adding to a list and taking off are atomic.
+        # _poll() adds under the lock, _handle_all() takes off
+        self._in_hand: list[int] = []
         self._sum: tuple[list[int], Waiter] | None = None
         self._sum_posted = False
         self._is_closed = False
@@ -166,7 +167,7 @@ class ProgressEngine:
                 self._move_sum()
             arrivals = self.transport.poll()
             if arrivals:
-                self._in_hand.append(None)
+                self._in_hand.append(get_ident())
             return arrivals
         except Exception as error:
             if not isinstance(error, TransportError):
@@ -257,7 +258,7 @@ class ProgressEngine:
         if arrivals:
             arrived.extend(arrivals)
         else:
-            self._in_hand.append(None)  # first: whoever asks looks at both
+            self._in_hand.append(get_ident())  # first: whoever asks looks at both
         try:
             while arrived:
                 try:
@@ -269,7 +270,7 @@ class ProgressEngine:
                 except Exception:
                     log.exception("a message could not be handled; this is a bug in mpirpc")
         finally:
-            self._in_hand.pop()
+            self._in_hand.remove(get_ident())
         while self.chores:
             try:
                 chore, argument = self.chores.popleft()
@@ -281,6 +282,10 @@ class ProgressEngine:
                 log.exception("a dead handle could not be released; this is a bug in mpirpc")
         if (self.works or self.urgent) and not takes_works:
             self.on_works()
+
+    def is_handling(self) -> bool:
+        """Say whether this thread is handling messages: when that is over it sees to the works it leaves."""
+        return get_ident() in self._in_hand
 
     def _ring(self, now: float) -> None:
         """End what is overdue, and set the next alarm.
@@ -309,6 +314,8 @@ class ProgressEngine:
 
         Thread: any, without a lock held.   Progress: blocks until the deadline at most.
         """
+        if self._in_hand and self.is_handling() and (self.works or self.urgent):
+            self.on_works()  # it waits amid its messages, for what may be among them
         is_offered = False  # the lead, by a thread that gave it up: who does not take it passes it on
         try:
             while not goal.done:

@@ -2,14 +2,17 @@
 
 import threading
 import weakref
+from threading import get_ident
 
 import pytest
 
 from mpirpc._core import executor as module
 from mpirpc._core.executor import Executor
 from mpirpc._core.progress import ProgressEngine
+from mpirpc._core.timing import monotonic
 from mpirpc._core.transport import Outgoing
 from mpirpc._core.transport_loopback import LoopbackNetwork, LoopbackTransport
+from mpirpc._core.waiter import Waiter
 from tests.unit.waiting import until
 
 LIMIT = 30.0
@@ -23,9 +26,7 @@ class Pool:
         self.events = {}
         self.prepared = []
         self.engine = ProgressEngine(LoopbackTransport(LoopbackNetwork(1), 0), self._handle, 1e-3, 1e-3)
-        self.executor = Executor(
-            self.engine, num_threads, "pool", lambda: self.prepared.append(threading.get_ident())
-        )
+        self.executor = Executor(self.engine, num_threads, "pool", lambda: self.prepared.append(get_ident()))
         self.executor.start()
 
     def _handle(self, arrival):
@@ -81,7 +82,7 @@ def test_works_run_on_threads_of_the_pool(pool):
 
 def test_every_thread_is_prepared_first(pool):
     for _ in range(10):
-        assert pool.run(threading.get_ident) in pool.prepared
+        assert pool.run(get_ident) in pool.prepared
     assert len(set(pool.prepared)) == len(pool.prepared)
 
 
@@ -241,3 +242,79 @@ def test_network_is_looked_after_while_a_message_is_being_handled(monkeypatch, s
         assert small_pool.arrives("other")
     finally:
         gate.set()
+
+
+# --- works that a thread hands over which waits and polls ---
+
+
+@pytest.fixture
+def waiting_pool(monkeypatch):
+    """A pool with a spare thread and a deputy that does not look; the thread of the test waits and polls."""
+    monkeypatch.setattr(module, "COLD_PATIENCE", 1000.0)
+    made = Pool(4)
+    together = threading.Barrier(3)
+    for _ in range(2):
+        made.executor.submit(lambda: together.wait(LIMIT))
+    together.wait(LIMIT)
+    until(lambda: made.executor._deputy_is_cold and made.executor._spare)
+    monkeypatch.setattr(module, "PATIENCE", 1000.0)
+    monkeypatch.setattr(module, "MOST_PATIENCE", 1000.0)
+    yield made
+    made.executor.stop()
+    assert made.executor.num_threads_alive == 0
+
+
+def wait_beside(pool, handle):
+    """Receive a message while this thread leads, handled by ``handle(goal)``, and wait for the goal."""
+    goal, engine, executor = Waiter(), pool.engine, pool.executor
+    engine._handle = lambda arrival: handle(goal)
+
+    def is_settled():
+        return not engine._executor_leads and len(executor._spare) == executor.num_threads_alive - 1
+
+    def send():
+        until(lambda: engine.is_led() and all(is_settled() for _ in range(1000)))
+        engine.submit(0, Outgoing(b"a", []))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert engine.wait(goal, monotonic() + LIMIT)
+    sender.join()
+
+
+def test_a_spare_thread_takes_what_is_handed_over_and_the_deputy_stays(waiting_pool, monkeypatch):
+    called, call = [], waiting_pool.executor._call_deputy
+    monkeypatch.setattr(waiting_pool.executor, "_call_deputy", lambda: called.append(1) or call())
+    wait_beside(waiting_pool, lambda goal: waiting_pool.engine.works.append(goal.set))
+    assert not called
+
+
+def test_one_thread_is_woken_for_what_a_handler_leaves(waiting_pool, monkeypatch):
+    wakers, wake = [], waiting_pool.engine.on_works
+    monkeypatch.setattr(waiting_pool.engine, "on_works", lambda: wakers.append(get_ident()) or wake())
+    monkeypatch.setattr(waiting_pool.executor, "_wake_one", waiting_pool.engine.on_works)
+    wait_beside(waiting_pool, lambda goal: waiting_pool.executor.submit_urgent(goal.set))
+    assert wakers.count(get_ident()) == 1
+
+
+def test_handler_may_wait_for_what_it_has_left(waiting_pool):
+    """As a callback that waits for a future whose own callbacks are to run first."""
+
+    def leave_and_wait(goal):
+        left = Waiter()
+        waiting_pool.executor.submit_urgent(left.set)
+        assert waiting_pool.engine.wait(left, monotonic() + LIMIT)
+        goal.set()
+
+    wait_beside(waiting_pool, leave_and_wait)
+
+
+def test_works_left_by_one_message_run_beside_each_other(waiting_pool):
+    together = threading.Barrier(3)
+    works = waiting_pool.engine.works
+
+    def leave(goal):
+        works.extend([lambda: together.wait(LIMIT)] * 2)
+        works.append(lambda: together.wait(LIMIT) < 3 and goal.set())
+
+    wait_beside(waiting_pool, leave)
