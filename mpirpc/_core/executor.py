@@ -59,12 +59,16 @@ class _Retired(Exception):
 
 
 class _ThreadGoal(Waiter):
-    """What an executor thread that leads waits for: a work it may run, or the end."""
+    """What an executor thread that leads waits for: a work it may run, or the end.
 
-    __slots__ = ("_executor",)
+    ``is_called``: As a spare thread it was woken for a work; there may be more.
+    """
+
+    __slots__ = ("_executor", "is_called")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self.is_called = False
         super().__init__()
 
     @property
@@ -199,23 +203,21 @@ class Executor:
         """Be an executor thread. ``may_lead``: take the lead at once if it is free, do not stand by first."""
         self._prepare()
         goal = _ThreadGoal(self)
-        was_called = False  # for one work; there may be more
         try:
             while not self.is_stopping:
                 work = self._take_work()
                 if work is not None:
-                    if was_called:
+                    if goal.is_called:
                         self._wake_one()
                     self._run_work(work)
                     del work  # an idle thread keeps nothing of the user's alive
                     may_lead = True
                 elif may_lead and self.engine.try_lead():
-                    was_called = False
+                    goal.is_called = False
                     self.engine.lead(goal, UNLIMITED, takes_works=True)
                     may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:
                     may_lead = self._stand_by(goal)
-                    was_called = not may_lead
         except _Retired:
             return
         finally:
@@ -261,7 +263,7 @@ class Executor:
         with self._lock:
             if self.is_stopping:  # too late to be woken by stop()
                 return False
-            is_deputy = self._deputy is None
+            is_deputy, goal.is_called = self._deputy is None, False
             if is_deputy:
                 self._deputy = goal
             else:
@@ -329,6 +331,7 @@ class Executor:
             with self._lock:
                 spare = self._spare.pop() if self._spare else None
             if spare is not None:
+                spare.is_called = True
                 spare.unpark()
             else:
                 self._call_deputy()
