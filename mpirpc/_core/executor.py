@@ -207,13 +207,15 @@ class Executor:
             while not self.is_stopping:
                 work = self._take_work()
                 if work is not None:
-                    if goal.is_called:
+                    if goal.is_called or self._deputy_is_cold:  # nobody else looks whether there are more
                         self._wake_one()
                     self._run_work(work)
                     del work  # an idle thread keeps nothing of the user's alive
                     may_lead = True
                 elif may_lead and self.engine.try_lead():
                     goal.is_called = False
+                    if self._deputy is None:  # it was this thread until now
+                        self._call_deputy()
                     self.engine.lead(goal, UNLIMITED, takes_works=True)
                     may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:
@@ -330,8 +332,9 @@ class Executor:
             self.engine.wake()
             with self._lock:
                 spare = self._spare.pop() if self._spare else None
+                if spare is not None:
+                    spare.is_called = True
             if spare is not None:
-                spare.is_called = True
                 spare.unpark()
             else:
                 self._call_deputy()

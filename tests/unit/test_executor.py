@@ -234,7 +234,6 @@ def test_network_is_looked_after_while_a_message_is_being_handled(monkeypatch, s
         handle(arrival)
 
     small_pool.engine._handle = block_at_first
-    small_pool.run(lambda: None)
     until(lambda: small_pool.executor._deputy_is_cold)
     small_pool.engine.submit(0, Outgoing(b"slow", []))
     assert blocked.wait(LIMIT)
@@ -318,3 +317,18 @@ def test_works_left_by_one_message_run_beside_each_other(waiting_pool):
         works.append(lambda: together.wait(LIMIT) < 3 and goal.set())
 
     wait_beside(waiting_pool, leave)
+
+
+def test_works_that_a_leader_leaves_run_beside_each_other_though_another_leads(waiting_pool):
+    """The lead was taken while it handled their message, and the deputy does not look."""
+    engine, together, goal = waiting_pool.engine, threading.Barrier(2), Waiter()
+
+    def leave(_arrival):
+        until(lambda: engine.is_led() and not engine._executor_leads)
+        engine.works.extend([lambda: together.wait(LIMIT), lambda: together.wait(LIMIT) < 2 and goal.set()])
+
+    engine._handle = leave
+    until(lambda: engine._executor_leads and engine.is_led())
+    engine.submit(0, Outgoing(b"a", []))
+    until(lambda: not engine.is_led())
+    assert engine.wait(goal, monotonic() + LIMIT)

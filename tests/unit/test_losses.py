@@ -125,7 +125,7 @@ def test_calls_between_survivors_go_on(cluster):
         GATE.set()
         assert before.wait() is None
         assert rpc.rpc_sync("worker2", abs, args=(-1,)) == 1
-        assert rpc.debug_info()["lost_workers"] == ["worker1"]
+        until(lambda: rpc.debug_info()["lost_workers"] == ["worker1"])
 
 
 def test_a_cluster_that_does_not_survive_refuses():
@@ -161,10 +161,10 @@ def test_a_handle_on_its_way_to_the_dead_is_released(cluster):
         cluster.network.release_all()
         with pytest.raises(WorkerLostError):
             future.wait()
-        with pytest.raises(WorkerLostError):  # and after it is known
+        wait_until_all_know(cluster)
+        with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", keep, args=("dead", here, there))
-        assert rpc.debug_info()["pending_rrefs"] == 0
-        assert rpc.debug_info()["forks"] == 0
+        until(lambda: rpc.debug_info()["pending_rrefs"] == rpc.debug_info()["forks"] == 0)
         del there, future
         until(lambda: facts("owned_rrefs", "worker2") == 0)
 
