@@ -19,6 +19,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from mpirpc._core.progress import ProgressEngine
@@ -130,13 +131,14 @@ class Executor:
 
     def submit(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon. Thread: any."""
-        self.engine.works.append(work)
-        if not self.engine.is_handling():
-            self._wake_one()
+        self._add(self.engine.works, work)
 
     def submit_urgent(self, work: Work) -> None:
         """Run ``work`` on an executor thread, soon, however many works run. Thread: any."""
-        self.engine.urgent.append(work)
+        self._add(self.engine.urgent, work)
+
+    def _add(self, queue: deque[Work], work: Work) -> None:
+        queue.append(work)
         if not self.engine.is_handling():
             self._wake_one()
 
@@ -265,7 +267,8 @@ class Executor:
         with self._lock:
             if self.is_stopping:  # too late to be woken by stop()
                 return False
-            is_deputy, goal.is_called = self._deputy is None, False
+            goal.is_called = False
+            is_deputy = self._deputy is None
             if is_deputy:
                 self._deputy = goal
             else:

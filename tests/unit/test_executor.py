@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import contextmanager
 from threading import get_ident
 
 import pytest
@@ -53,21 +54,33 @@ class Pool:
         assert over.wait(LIMIT)
         return results[0]
 
+    def run_together(self, count):
+        """Run so many works at the same time, each until all have begun."""
+        together = threading.Barrier(count + 1)
+        for _ in range(count):
+            self.executor.submit(lambda: together.wait(LIMIT))
+        together.wait(LIMIT)
 
-@pytest.fixture(params=[1, 4])
-def pool(request):
-    made = Pool(request.param)
+
+@contextmanager
+def started(num_threads):
+    """Give a pool, and see all its threads end."""
+    made = Pool(num_threads)
     yield made
     made.executor.stop()
     assert made.executor.num_threads_alive == 0
+
+
+@pytest.fixture(params=[1, 4])
+def pool(request):
+    with started(request.param) as made:
+        yield made
 
 
 @pytest.fixture
 def small_pool():
-    made = Pool(1)
-    yield made
-    made.executor.stop()
-    assert made.executor.num_threads_alive == 0
+    with started(1) as made:
+        yield made
 
 
 def test_idle_pool_looks_after_the_network(pool):
@@ -113,10 +126,7 @@ def test_no_more_works_run_at_once_than_allowed(small_pool):
 
 def test_as_many_works_run_at_once_as_allowed():
     pool = Pool(4)
-    together = threading.Barrier(5)
-    for _ in range(4):
-        pool.executor.submit(lambda: together.wait(LIMIT))
-    together.wait(LIMIT)
+    pool.run_together(4)
     pool.executor.stop()
 
 
@@ -196,10 +206,7 @@ def test_stop_tells_of_a_call_that_does_not_end(caplog, monkeypatch):
 def test_spare_threads_end_after_a_while(monkeypatch):
     monkeypatch.setattr(module, "SPARE_LIFE", 0.01)
     pool = Pool(8)
-    together = threading.Barrier(9)
-    for _ in range(8):
-        pool.executor.submit(lambda: together.wait(LIMIT))
-    together.wait(LIMIT)
+    pool.run_together(8)
     deadline = threading.Event()
     for _ in range(1000):
         if pool.executor.num_threads_alive <= 2:
@@ -250,17 +257,12 @@ def test_network_is_looked_after_while_a_message_is_being_handled(monkeypatch, s
 def waiting_pool(monkeypatch):
     """A pool with a spare thread and a deputy that does not look; the thread of the test waits and polls."""
     monkeypatch.setattr(module, "COLD_PATIENCE", 1000.0)
-    made = Pool(4)
-    together = threading.Barrier(3)
-    for _ in range(2):
-        made.executor.submit(lambda: together.wait(LIMIT))
-    together.wait(LIMIT)
-    until(lambda: made.executor._deputy_is_cold and made.executor._spare)
-    monkeypatch.setattr(module, "PATIENCE", 1000.0)
-    monkeypatch.setattr(module, "MOST_PATIENCE", 1000.0)
-    yield made
-    made.executor.stop()
-    assert made.executor.num_threads_alive == 0
+    with started(4) as made:
+        made.run_together(2)
+        until(lambda: made.executor._deputy_is_cold and made.executor._spare)
+        monkeypatch.setattr(module, "PATIENCE", 1000.0)
+        monkeypatch.setattr(module, "MOST_PATIENCE", 1000.0)
+        yield made
 
 
 def wait_beside(pool, handle):
