@@ -139,7 +139,7 @@ class Executor:
 
     def _add(self, queue: deque[Work], work: Work) -> None:
         queue.append(work)
-        if not self.engine.is_handling():
+        if self._deputy is None or not self.engine.is_handling():  # without a deputy nobody looks meanwhile
             self._wake_one()
 
     def has_task(self) -> bool:
@@ -216,8 +216,6 @@ class Executor:
                     may_lead = True
                 elif may_lead and self.engine.try_lead():
                     goal.is_called = False
-                    if self._deputy is None:  # it was this thread until now
-                        self._call_deputy()
                     self.engine.lead(goal, UNLIMITED, takes_works=True)
                     may_lead = goal.done  # if not, the lead belongs to a thread that waits: leave it to it
                 else:

@@ -241,6 +241,7 @@ def test_network_is_looked_after_while_a_message_is_being_handled(monkeypatch, s
         handle(arrival)
 
     small_pool.engine._handle = block_at_first
+    small_pool.run(lambda: None)
     until(lambda: small_pool.executor._deputy_is_cold)
     small_pool.engine.submit(0, Outgoing(b"slow", []))
     assert blocked.wait(LIMIT)
@@ -334,3 +335,19 @@ def test_works_that_a_leader_leaves_run_beside_each_other_though_another_leads(w
     engine.submit(0, Outgoing(b"a", []))
     until(lambda: not engine.is_led())
     assert engine.wait(goal, monotonic() + LIMIT)
+
+
+def test_what_a_handler_leaves_is_run_meanwhile_where_there_is_no_deputy(small_pool):
+    """The handler goes on for long, and nobody else looks."""
+    over, seen = threading.Event(), []
+
+    def leave(_arrival):
+        small_pool.executor.submit_urgent(over.set)
+        seen.append(over.wait(LIMIT))
+
+    until(lambda: small_pool.engine._executor_leads)
+    assert small_pool.executor._deputy is None
+    small_pool.engine._handle = leave
+    small_pool.engine.submit(0, Outgoing(b"a", []))
+    until(lambda: seen)
+    assert seen == [True]
